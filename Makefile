@@ -1,0 +1,37 @@
+# Everything from a clean clone: `make test`, `make lint`, `make demo`. Each makes its own .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: test lint format demo fuzz bench clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test,lint]"
+	touch $@
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --durations=10
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: $(STAMP)
+	$(BIN)/python -m pytest -p preempt_harness --pyargs preempt_harness.suite
+
+fuzz: $(STAMP)
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -n 2 -m "not gpu"
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.engine_cpu
+	$(BIN)/python -m benchmarks.exact_step
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,264 @@
+"""The pool of KV blocks: who owns which, what is free, what the prefix cache can find again.
+
+Pure bookkeeping over block ids; knows no tensors, no requests and no policy. Every block is in
+exactly one place, which `check_integrity` states as one equation:
+
+    free + cached + held + fenced + used = num_blocks
+
+free    holds nothing of use              cached  unreferenced, findable by its content
+held    withheld by `hold_blocks`         fenced  freed while a step that may touch it is in flight
+used    referenced by at least one table
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from preempt_engine.config import BlockReuseOrder
+from preempt_engine.free_blocks import make_free_blocks
+from preempt_engine.sequence import Sequence
+
+_ROOT_DIGEST = bytes(16)
+
+
+def block_digest(parent: bytes, token_ids: list[int]) -> bytes:
+    """128-bit digest of a full block: its tokens and, through `parent`, all tokens before it."""
+    return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+
+
+class BlockManager:
+    """Blocks, references and the prefix cache.
+
+    Args:
+        num_blocks: size of the pool.
+        block_size: tokens per block.
+        enable_prefix_caching: keep full, computed blocks findable after they are freed.
+        reuse_order: which free block is handed out first.
+        seed: for reuse order "random".
+        poison: remember freed blocks for the workers to overwrite.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        reuse_order: BlockReuseOrder = "fifo",
+        seed: int = 0,
+        poison: bool = False,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.ref_counts = [0] * num_blocks
+        self.free_blocks = make_free_blocks(reuse_order, range(num_blocks), seed)
+        self.cached_blocks: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.held_blocks: list[int] = []
+        self.num_used_blocks = 0
+        self.fenced_blocks: dict[int, int] = {}  # block id -> step in flight when it was freed
+        self._digest_of: list[bytes | None] = [None] * num_blocks
+        self._block_of_digest: dict[bytes, int] = {}
+        self._poison = poison
+        self._to_poison: list[int] = []
+
+    # Asking -------------------------------------------------------------------------------------
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that can be handed out now: free, or cached and evictable."""
+        return len(self.free_blocks) + len(self.cached_blocks)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold the KV of so many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, sequence: Sequence, max_tokens: int) -> list[int]:
+        """Findable blocks that hold the sequence's first tokens, at most `max_tokens` of them."""
+        if not self.enable_prefix_caching:
+            return []
+        hits: list[int] = []
+        for index in range(max_tokens // self.block_size):
+            block_id = self._block_of_digest.get(self._digest(sequence, index))
+            if block_id is None:
+                break
+            hits.append(block_id)
+        return hits
+
+    def can_admit(self, hits: list[int], num_tokens: int, num_spare_blocks: int) -> bool:
+        """Whether a sequence fits that shares `hits`, with `num_spare_blocks` left over."""
+        revived = sum(1 for block_id in hits if block_id in self.cached_blocks)
+        needed = self.blocks_for(num_tokens) - len(hits)
+        return needed + revived + num_spare_blocks <= self.num_available_blocks
+
+    def can_grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether the sequence's table can be extended to hold so many tokens."""
+        needed = self.blocks_for(num_tokens) - len(sequence.block_table)
+        return needed <= self.num_available_blocks
+
+    # Changing -----------------------------------------------------------------------------------
+
+    def share(self, sequence: Sequence, hits: list[int]) -> None:
+        """Begin an empty table with blocks found by `find_prefix`."""
+        assert not sequence.block_table
+        for block_id in hits:
+            if self.ref_counts[block_id] == 0:
+                self.num_used_blocks += 1
+                self.cached_blocks.pop(block_id, None)
+                self.fenced_blocks.pop(block_id, None)
+            self.ref_counts[block_id] += 1
+        sequence.block_table.extend(hits)
+        sequence.num_findable_blocks = len(hits)
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Extend the table to hold `num_tokens`; returns the new blocks."""
+        new_blocks = [
+            self._take() for _ in range(self.blocks_for(num_tokens) - len(sequence.block_table))
+        ]
+        for block_id in new_blocks:
+            self.ref_counts[block_id] = 1
+        self.num_used_blocks += len(new_blocks)
+        sequence.block_table.extend(new_blocks)
+        return new_blocks
+
+    def free(self, sequence: Sequence, step_in_flight: int | None = None) -> None:
+        """Give up the sequence's references.
+
+        The last block goes first, so that the cache loses the ends of prefixes before their
+        beginnings.
+
+        Args:
+            step_in_flight: the latest launched step that may still touch the blocks; they are not
+                handed out before `pass_fence` of that step.
+        """
+        for block_id in reversed(sequence.block_table):
+            assert self.ref_counts[block_id] > 0, f"block {block_id} is freed twice"
+            self.ref_counts[block_id] -= 1
+            if self.ref_counts[block_id] > 0:
+                continue
+            self.num_used_blocks -= 1
+            if step_in_flight is None:
+                self._release(block_id)
+            else:
+                self.fenced_blocks[block_id] = step_in_flight
+        sequence.block_table = []
+
+    def pass_fence(self, step_id: int) -> None:
+        """The step is done: blocks that waited for it, or for one before it, can be handed out."""
+        if not self.fenced_blocks:
+            return
+        passed = [block for block, step in self.fenced_blocks.items() if step <= step_id]
+        for block_id in passed:
+            del self.fenced_blocks[block_id]
+            self._release(block_id)
+
+    def make_findable(self, sequence: Sequence) -> None:
+        """Offer the sequence's full blocks to the prefix cache; call it after they are computed."""
+        if not self.enable_prefix_caching:
+            return
+        num_full = sequence.num_computed_tokens // self.block_size
+        for index in range(sequence.num_findable_blocks, num_full):
+            digest = self._digest(sequence, index)
+            if digest not in self._block_of_digest:
+                block_id = sequence.block_table[index]
+                self._block_of_digest[digest] = block_id
+                self._digest_of[block_id] = digest
+        sequence.num_findable_blocks = max(sequence.num_findable_blocks, num_full)
+
+    def hold_blocks(self, num_blocks: int) -> int:
+        """Withhold free blocks until `num_blocks` are held, or none is left; returns how many are.
+
+        A smaller number than before gives blocks back; 0 gives all back.
+        """
+        while len(self.held_blocks) > num_blocks:
+            self.free_blocks.push(self.held_blocks.pop())
+        while len(self.held_blocks) < num_blocks and self.num_available_blocks:
+            self.held_blocks.append(self._take())
+        return len(self.held_blocks)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all content; blocks in use stay in use, but cannot be found."""
+        self._block_of_digest.clear()
+        self._digest_of = [None] * self.num_blocks
+        while self.cached_blocks:
+            block_id, _ = self.cached_blocks.popitem(last=False)
+            self._release(block_id)
+
+    def take_blocks_to_poison(self) -> list[int]:
+        """Blocks that became free since the last call and are free still."""
+        poison, self._to_poison = self._to_poison, []
+        return [
+            block_id
+            for block_id in dict.fromkeys(poison)
+            if self.ref_counts[block_id] == 0 and self._digest_of[block_id] is None
+        ]
+
+    # Checking -----------------------------------------------------------------------------------
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Assert the conservation equation and that references equal the tables' entries.
+
+        Args:
+            sequences: every sequence that may own blocks.
+        """
+        references = [0] * self.num_blocks
+        for sequence in sequences:
+            for block_id in sequence.block_table:
+                references[block_id] += 1
+        assert references == self.ref_counts, (
+            f"tables refer to blocks {references} times, the pool counts {self.ref_counts}"
+        )
+        used = [block_id for block_id, count in enumerate(references) if count]
+        assert len(used) == self.num_used_blocks
+        places = [
+            *self.free_blocks,
+            *self.cached_blocks,
+            *self.held_blocks,
+            *self.fenced_blocks,
+            *used,
+        ]
+        assert sorted(places) == list(range(self.num_blocks)), (
+            f"free {len(self.free_blocks)} + cached {len(self.cached_blocks)} "
+            f"+ held {len(self.held_blocks)} + fenced {len(self.fenced_blocks)} "
+            f"+ used {len(used)} is not each of {self.num_blocks} blocks once"
+        )
+        for digest, block_id in self._block_of_digest.items():
+            assert self._digest_of[block_id] == digest, (
+                f"block {block_id} is found by a stale entry"
+            )
+        assert all(self._digest_of[block_id] is None for block_id in self.free_blocks)
+
+    # Inside -------------------------------------------------------------------------------------
+
+    def _digest(self, sequence: Sequence, index: int) -> bytes:
+        digests = sequence.block_digests
+        while len(digests) <= index:
+            first = len(digests) * self.block_size
+            tokens = sequence.token_ids[first : first + self.block_size]
+            digests.append(block_digest(digests[-1] if digests else _ROOT_DIGEST, tokens))
+        return digests[index]
+
+    def _take(self) -> int:
+        """A block to hand out: a free one, else the least recently used cached one."""
+        if len(self.free_blocks):
+            return self.free_blocks.pop()
+        block_id, _ = self.cached_blocks.popitem(last=False)
+        self._forget_content(block_id)
+        return block_id
+
+    def _release(self, block_id: int) -> None:
+        if self._digest_of[block_id] is not None:
+            self.cached_blocks[block_id] = None
+            return
+        self.free_blocks.push(block_id)
+        if self._poison:
+            self._to_poison.append(block_id)
+
+    def _forget_content(self, block_id: int) -> None:
+        digest = self._digest_of[block_id]
+        if digest is not None:
+            del self._block_of_digest[digest]
+            self._digest_of[block_id] = None

@@ -1,0 +1,157 @@
+"""The engine's configuration: frozen, validated in one place; messages say what to change.
+
+Knows neither torch nor the model's own configuration; `dtype` and `device` are names here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from preempt_engine.errors import ConfigError
+
+BlockReuseOrder = Literal["fifo", "lifo", "random"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+EXACT_MODEL = "exact"
+DEFAULT_CPU_KV_BYTES = 256 * 2**20
+DEFAULT_EXACT_BLOCKS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How one engine runs. Every field is a keyword argument of `LLM`.
+
+    Attributes:
+        model: "exact", a directory in Hugging Face format, or a hub id.
+        tokenizer: directory or hub id of the tokenizer; None takes the model's.
+        dtype: of weights and KV cache; "auto" takes the checkpoint's (float32 on a CPU).
+        device: "auto" (CUDA if present), "cpu", "cuda", "cuda:N".
+        max_model_len: most tokens, prompt and output together, of one sequence; None takes the
+            model's own limit.
+        max_num_seqs: most requests that run at once.
+        max_num_batched_tokens: token budget of one step.
+        block_size: tokens per KV block, at least 1.
+        num_kv_blocks: size of the pool in blocks; None derives it from the memory settings.
+        kv_cache_memory_bytes: memory for the pool; the default on a CPU is 256 MiB.
+        gpu_memory_utilization: share of the GPU's memory that the engine may fill, in (0, 1].
+        watermark: share of the pool that admission leaves free, in [0, 1).
+        enable_prefix_caching: keep full blocks findable by content.
+        enforce_eager: never capture CUDA graphs.
+        tensor_parallel_size: number of ranks.
+        seed: of everything random in the engine.
+        deterministic: logits are bitwise equal under any batch mix, chunking and preemption.
+        attention_backend: "auto" or a backend's name.
+        poison: fill freed blocks with a large finite pattern.
+        block_reuse_order: which free block is handed out first.
+        exact_vocab_size: vocabulary of the exact model, 32 to 256.
+        skip_tokenizer_init: token ids only; no text.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    dtype: Dtype = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    watermark: float = 0.0
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = True
+    tensor_parallel_size: int = 1
+    seed: int = 0
+    deterministic: bool = False
+    attention_backend: str = "auto"
+    poison: bool = False
+    block_reuse_order: BlockReuseOrder = "fifo"
+    exact_vocab_size: int = 64
+    skip_tokenizer_init: bool = False
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE_INTEGERS:
+            _check_positive_integer(name, getattr(self, name))
+        _check_range("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0)
+        if not 0.0 <= self.watermark < 1.0:
+            raise ConfigError(
+                f"watermark={self.watermark} is not in [0, 1).",
+                "It is the share of the pool that admission leaves free; 0.01 is usual.",
+            )
+        _check_choice("dtype", self.dtype, get_args(Dtype))
+        _check_choice("block_reuse_order", self.block_reuse_order, get_args(BlockReuseOrder))
+        if not 32 <= self.exact_vocab_size <= 256:
+            raise ConfigError(
+                f"exact_vocab_size={self.exact_vocab_size} is not in [32, 256].",
+                "Choose a vocabulary in that range.",
+            )
+        if self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size}: this engine has one rank.",
+                "Use tensor_parallel_size=1.",
+            )
+        if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
+            raise ConfigError(
+                "num_kv_blocks and kv_cache_memory_bytes are both given; each sizes the pool.",
+                "Give one of them.",
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed={self.seed!r} is not an integer.", "Give an integer.")
+
+    @property
+    def is_exact(self) -> bool:
+        """True when the model is the exact KV model rather than a checkpoint."""
+        return self.model == EXACT_MODEL
+
+    @classmethod
+    def from_kwargs(cls, model: str, kwargs: dict[str, Any]) -> EngineConfig:
+        """Build from `LLM`'s keyword arguments.
+
+        Raises:
+            ConfigError: an argument is unknown (the closest known one is named) or wrong.
+        """
+        known = {field.name for field in dataclasses.fields(cls)} - {"model"}
+        for name in kwargs:
+            if name not in known:
+                raise ConfigError(f"LLM has no argument {name!r}.", _suggest(name, known))
+        return cls(model=model, **kwargs)
+
+
+_POSITIVE_INTEGERS = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "num_kv_blocks",
+    "kv_cache_memory_bytes",
+    "tensor_parallel_size",
+)
+
+
+def _check_positive_integer(name: str, value: object) -> None:
+    if value is None and name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes"):
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r} is not a positive integer.", "Give 1 or more.")
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not low < value <= high:
+        raise ConfigError(
+            f"{name}={value} is not in ({low}, {high}].", "Give a share, such as 0.9."
+        )
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r} is unknown.", f"Choose one of {', '.join(choices)}.")
+
+
+def _suggest(name: str, known: set[str]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(sorted(known))}."

@@ -1,0 +1,43 @@
+"""How the engine has a step run, wherever the workers are."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from preempt_engine.observer import EngineObserver
+from preempt_engine.step import LogitsBatch, SchedulerOutput, StepHandle
+
+
+class Runner(Protocol):
+    """One rank's model: takes steps, gives logits."""
+
+    num_kv_blocks: int
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    observer: EngineObserver | None
+
+    def execute(self, step: SchedulerOutput) -> LogitsBatch: ...
+
+    def reset(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Executor(Protocol):
+    """Runs steps on all ranks. The attributes are those of every rank's runner."""
+
+    num_kv_blocks: int
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+
+    def execute(self, step: SchedulerOutput) -> StepHandle:
+        """Launch a step; its handle waits for the logits."""
+        ...
+
+    def set_observer(self, observer: EngineObserver | None) -> None: ...
+
+    def close(self) -> None:
+        """Stop the workers and release what they hold; may be called twice."""
+        ...

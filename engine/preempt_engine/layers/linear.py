@@ -1,0 +1,87 @@
+"""Linear layers with packed weights.
+
+Several projections of the same input are one matrix product; the layer remembers where each of
+them lies so that a checkpoint's separate tensors can be loaded into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# (x [M, K], weight [N, K], bias [N] or None) -> [M, N]
+Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Linear(nn.Module):
+    """x @ weight.T + bias, for one projection or several packed ones.
+
+    Args:
+        in_features: K.
+        out_sizes: rows of each packed projection; their sum is N.
+        bias: add one.
+        dtype: of the parameters.
+        device: of the parameters.
+
+    Attributes:
+        matmul: how the product is computed; the model runner replaces it when plain products
+            are not batch-invariant.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_sizes: tuple[int, ...],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.out_sizes = out_sizes
+        shape = (sum(out_sizes), in_features)
+        self.weight = nn.Parameter(
+            torch.empty(shape, dtype=dtype, device=device), requires_grad=False
+        )
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(
+                torch.empty(shape[0], dtype=dtype, device=device), requires_grad=False
+            )
+        self.matmul: Matmul = F.linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.matmul(x, self.weight, self.bias)  # [M, K] -> [M, N]
+
+    def checkpoint_tensors(self, *prefixes: str) -> dict[str, Tensor]:
+        """Destinations of the packed projections, named in the order of `out_sizes`."""
+        assert len(prefixes) == len(self.out_sizes), (prefixes, self.out_sizes)
+        tensors: dict[str, Tensor] = {}
+        start = 0
+        for prefix, size in zip(prefixes, self.out_sizes, strict=True):
+            tensors[f"{prefix}.weight"] = self.weight.data[start : start + size]
+            if self.bias is not None:
+                tensors[f"{prefix}.bias"] = self.bias.data[start : start + size]
+            start += size
+        return tensors
+
+
+class FixedRowsMatmul:
+    """A product computed in pieces of always the same number of rows.
+
+    With one shape there is one kernel and one order of summation, whatever the batch. Slower
+    than one product of all rows; used only where padding is not enough.
+
+    Args:
+        num_rows: of every piece; callers pass a multiple of it.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert x.shape[0] % self.num_rows == 0, (x.shape, self.num_rows)
+        return torch.cat([F.linear(piece, weight, bias) for piece in x.split(self.num_rows)])

@@ -1,0 +1,48 @@
+"""From a model's configuration to a loaded model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from preempt_engine.models.config import OPT_ARCHITECTURES, ModelConfig
+from preempt_engine.models.llama import LlamaForCausalLM
+from preempt_engine.models.loader import load_weights
+from preempt_engine.models.opt import OPTForCausalLM
+from preempt_engine.models.protocol import CausalLM
+
+
+def load_model(
+    directory: Path,
+    config: ModelConfig,
+    *,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    deterministic: bool,
+) -> CausalLM:
+    """Build the model that `config` describes and fill it from the checkpoint.
+
+    Args:
+        directory: the checkpoint.
+        config: of that checkpoint.
+        max_model_len: positions [0, max_model_len) will be used.
+        dtype: of the weights.
+        device: of the weights.
+        deterministic: build layers whose rows do not depend on their neighbours.
+
+    Raises:
+        ModelNotFoundError, UnsupportedModelError: see `load_weights`.
+    """
+    model_class = OPTForCausalLM if config.architecture in OPT_ARCHITECTURES else LlamaForCausalLM
+    model = model_class(
+        config,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        device=device,
+        deterministic=deterministic,
+    )
+    ignored = frozenset({"lm_head.weight"} if config.tie_word_embeddings else ())
+    load_weights(directory, model.checkpoint_tensors(), ignored)
+    return model

@@ -1,0 +1,71 @@
+"""What a user may ask of sampling. Data and its validation; no arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from preempt_engine.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends.
+
+    Attributes:
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_p: keep the smallest set of tokens whose probability reaches it, in (0, 1].
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        min_p: drop tokens less likely than `min_p` times the most likely, in [0, 1].
+        seed: of this request's noise; None derives it from the engine's seed and the
+            request's arrival index.
+        max_tokens: most output tokens, at least 1.
+        min_tokens: no stop token and no stop string before this many output tokens.
+        ignore_eos: the end-of-sequence token does not end the request.
+        stop: strings that end the request; the text is cut before the first of them.
+        stop_token_ids: ids that end the request; the id itself is part of `token_ids`.
+        logprobs: number of most likely tokens to report per position, beside the chosen one;
+            None reports nothing.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: tuple[str, ...] | list[str] | str = ()
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        self._validate()
+
+    @property
+    def greedy(self) -> bool:
+        """True when no noise takes part."""
+        return self.temperature == 0.0
+
+    def _validate(self) -> None:
+        checks = (
+            (self.temperature >= 0, "temperature", "0 or more"),
+            (0 < self.top_p <= 1, "top_p", "in (0, 1]"),
+            (self.top_k >= 0, "top_k", "0, -1 or a positive integer"),
+            (0 <= self.min_p <= 1, "min_p", "in [0, 1]"),
+            (self.max_tokens >= 1, "max_tokens", "1 or more"),
+            (0 <= self.min_tokens <= self.max_tokens, "min_tokens", "in [0, max_tokens]"),
+            (self.logprobs is None or self.logprobs >= 0, "logprobs", "None, 0 or more"),
+            (all(self.stop), "stop", "strings that are not empty"),
+        )
+        for valid, name, expected in checks:
+            if not valid:
+                raise ConfigError(
+                    f"SamplingParams({name}={getattr(self, name)!r}) is out of range.",
+                    f"{name} must be {expected}.",
+                )

@@ -1,0 +1,190 @@
+"""Chooses one token per row of logits.
+
+Owns the order of the stages and the choice. Every choice is a pure function of its row and of the
+`SampleRequest`: rows are handled one by one, noise is keyed by position, nothing is remembered.
+Must never know requests beyond `SampleRequest`, nor where logits live.
+
+Stages of a row, in vLLM V1's order (https://docs.vllm.ai/en/v0.20.0/api/vllm/v1/sample/sampler/):
+
+    raw logits -> log probabilities for the report
+               -> bans (stop tokens before `min_tokens`)
+               -> temperature -> min-p -> top-k -> top-p
+               -> argmax of what is left, plus Gumbel noise
+
+Greedy is the same without the temperature, the filters and the noise. It is decided by one batched
+`LogitsBatch.argmax`, and needs no row, and so no NumPy, unless log probabilities are asked for or
+the winner is banned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from preempt_engine.errors import InfeasibleRequestError
+from preempt_engine.sampling.logprobs import largest_ids, read_row, top_logprobs
+from preempt_engine.sampling.noise import TOKEN_CHOICE, gumbel_noise
+from preempt_engine.sampling.params import SamplingParams
+from preempt_engine.step import LogitsBatch
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+@dataclass(slots=True)
+class SampleRequest:
+    """One token to choose.
+
+    Attributes:
+        row: index of the row in the `LogitsBatch`.
+        params: what the user asked for.
+        seed: of the request's noise.
+        branch: index of the sequence within its request.
+        position: absolute index, prompt included, of the token to be chosen.
+        num_output_tokens: output tokens the sequence has already.
+        stop_ids: ids that end the sequence (end-of-sequence and `stop_token_ids`); banned while
+            `num_output_tokens` is below `params.min_tokens`.
+    """
+
+    row: int
+    params: SamplingParams
+    seed: int
+    branch: int
+    position: int
+    num_output_tokens: int
+    stop_ids: frozenset[int]
+
+    @property
+    def banned_ids(self) -> frozenset[int]:
+        """Ids that must not be chosen at this position."""
+        early = self.num_output_tokens < self.params.min_tokens
+        return self.stop_ids if early else frozenset()
+
+
+@dataclass(slots=True)
+class SampledToken:
+    """A choice.
+
+    Attributes:
+        token_id: the chosen token.
+        logprobs: see `top_logprobs`; None when not asked for.
+    """
+
+    token_id: int
+    logprobs: dict[int, float] | None
+
+
+def sample(logits: LogitsBatch, requests: Seq[SampleRequest]) -> list[SampledToken]:
+    """Choose a token for each request; results stand in the order of `requests`.
+
+    Raises:
+        NonFiniteLogitsError: a row that had to be read holds NaN or an infinity. Rows that the
+            batched argmax decides are not read, and not checked.
+        InfeasibleRequestError: `min_tokens` bans every token of the vocabulary.
+    """
+    sampled: dict[int, SampledToken] = {}
+    greedy = [i for i, item in enumerate(requests) if _argmax_may_decide(item.params)]
+    if greedy:
+        winners = logits.argmax([requests[i].row for i in greedy])
+        for i, token_id in zip(greedy, winners, strict=True):
+            if token_id not in requests[i].banned_ids:
+                sampled[i] = SampledToken(token_id, None)
+    return [
+        sampled[i] if i in sampled else _sample_row(logits, item) for i, item in enumerate(requests)
+    ]
+
+
+def _argmax_may_decide(params: SamplingParams) -> bool:
+    return params.greedy and params.logprobs is None
+
+
+def _sample_row(logits: LogitsBatch, request: SampleRequest) -> SampledToken:
+    raw = read_row(logits, request.row)  # [vocab_size]
+    token_id = _choose(_apply_bans(raw, request), request)
+    num_logprobs = request.params.logprobs
+    if num_logprobs is None:
+        return SampledToken(token_id, None)
+    return SampledToken(token_id, top_logprobs(raw, num_logprobs, token_id))
+
+
+def _apply_bans(raw: NDArray[np.float64], request: SampleRequest) -> NDArray[np.float64]:
+    """A copy with -inf at every banned id. Stop ids outside the vocabulary ban nothing."""
+    scores = raw.copy()
+    banned = [token_id for token_id in request.banned_ids if 0 <= token_id < scores.size]
+    if len(banned) == scores.size:
+        raise InfeasibleRequestError(
+            f"min_tokens={request.params.min_tokens} bans the stop tokens, and those are all "
+            f"{scores.size} tokens of the vocabulary.",
+            "Leave at least one token out of stop_token_ids, or use min_tokens=0.",
+        )
+    scores[banned] = -math.inf
+    return scores
+
+
+def _choose(scores: NDArray[np.float64], request: SampleRequest) -> int:
+    """The largest score, after temperature, filters and noise unless greedy; lowest id on a tie."""
+    if not request.params.greedy:
+        scores = apply_temperature(scores, request.params.temperature)
+        scores = apply_filters(scores, request.params)
+        scores = scores + gumbel_noise(
+            request.seed, request.branch, request.position, TOKEN_CHOICE, scores.size
+        )
+    return int(scores.argmax())
+
+
+def apply_temperature(scores: NDArray[np.float64], temperature: float) -> NDArray[np.float64]:
+    """Scores divided by a temperature above 0, shifted so that the largest is 0.
+
+    Shifted first, because then the only possible overflow is to -inf: the right limit of a token
+    that is not the most likely one, as the temperature goes to 0.
+    """
+    import numpy as np
+
+    with np.errstate(over="ignore"):
+        shifted: NDArray[np.float64] = (scores - scores.max()) / temperature
+    return shifted
+
+
+def apply_filters(scores: NDArray[np.float64], params: SamplingParams) -> NDArray[np.float64]:
+    """Scores with -inf for each token that min-p, top-k or top-p drops.
+
+    Each filter sees the distribution that the one before it left, renormalised. The most likely
+    token always stays. Where the border of top-k or top-p falls among equals, the lower ids stay,
+    so exactly k tokens stay and `top_k=1` is greedy. (vLLM's top-k keeps all equals.)
+
+    Args:
+        scores: [vocab_size], the largest is 0; -inf marks tokens dropped before.
+    """
+    if params.min_p > 0:
+        scores = _keep(scores, scores >= math.log(params.min_p))
+    if 0 < params.top_k < scores.size:
+        scores = _keep(scores, largest_ids(scores, params.top_k))
+    if params.top_p < 1:
+        scores = _keep(scores, largest_ids(scores, _nucleus_size(scores, params.top_p)))
+    return scores
+
+
+def _keep(
+    scores: NDArray[np.float64], kept: NDArray[np.bool_] | NDArray[np.intp]
+) -> NDArray[np.float64]:
+    import numpy as np
+
+    result = np.full_like(scores, -math.inf)
+    result[kept] = scores[kept]
+    return result
+
+
+def _nucleus_size(scores: NDArray[np.float64], top_p: float) -> int:
+    """Size of the smallest set of tokens whose probability reaches `top_p`.
+
+    Source: Holtzman et al., "The Curious Case of Neural Text Degeneration",
+    https://arxiv.org/abs/1904.09751, section 3.1.
+    """
+    import numpy as np
+
+    weights = np.sort(np.exp(scores))[::-1]  # [vocab_size], falling
+    reached = np.cumsum(weights)
+    return int(np.searchsorted(reached, top_p * reached[-1])) + 1

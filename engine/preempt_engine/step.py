@@ -1,0 +1,117 @@
+"""What a step carries from the scheduler to the workers, and back.
+
+Owns the messages only. They are deltas: a worker keeps the token ids and the block table of every
+sequence it knows, so a decode step costs a few bytes per sequence whatever its length. Nothing here
+knows tensors, processes or the scheduler.
+
+    positions of one sequence            0        start            end    num_tokens
+                                         |--cached--|--scheduled----|--later--|
+    rows of logits the step must return                    [logits_start, end)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class SequenceKey(NamedTuple):
+    """One branch of one request; the key of everything that a step moves."""
+
+    request_id: str
+    branch: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.request_id}.{self.branch}"
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    """The part of a step that concerns one sequence.
+
+    Attributes:
+        key: the sequence.
+        start: first position to compute; KV of [0, start) is already in the cache.
+        end: one past the last position to compute.
+        logits_start: the step returns logits for positions [logits_start, end);
+            equal to `end` when nobody needs them (a chunk that is not the last).
+        reset: the worker forgets what it knew of this sequence; `new_token_ids` and
+            `new_block_ids` are then complete. True on admission and on every re-admission.
+        new_token_ids: ids that follow those the worker already has.
+        new_block_ids: blocks that follow those in the worker's block table.
+    """
+
+    key: SequenceKey
+    start: int
+    end: int
+    logits_start: int
+    reset: bool
+    new_token_ids: list[int]
+    new_block_ids: list[int]
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def num_logits(self) -> int:
+        return self.end - self.logits_start
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One step's work. A worker applies the fields in the order they are listed.
+
+    Attributes:
+        step_id: counts from 0; every event of the step carries it.
+        dropped: sequences the worker must forget (finished, aborted, preempted).
+        poison_block_ids: freed blocks to fill with a large finite pattern (`poison=True`).
+        block_copies: (source, destination) pairs, source contents as of before this step.
+        scheduled: sequences to compute, in the order of their rows.
+    """
+
+    step_id: int
+    dropped: list[SequenceKey] = field(default_factory=list)
+    poison_block_ids: list[int] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        return sum(item.end - item.start for item in self.scheduled)
+
+    @property
+    def num_logits(self) -> int:
+        return sum(item.end - item.logits_start for item in self.scheduled)
+
+
+class LogitsBatch(Protocol):
+    """Rows of logits of one step: [num_rows, vocab_size], wherever they live.
+
+    Rows stand in the order of `SchedulerOutput.scheduled`, and within a sequence by position.
+    """
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def argmax(self, rows: Seq[int]) -> list[int]:
+        """Token id of the largest logit of each of `rows`; the lowest id wins a tie."""
+        ...
+
+    def row(self, index: int) -> NDArray[np.float32]:
+        """Logits of one row, float32 [vocab_size]; the caller may write to the result."""
+        ...
+
+
+class StepHandle(Protocol):
+    """A launched step. `result` blocks until it is done and may be called once."""
+
+    def result(self) -> LogitsBatch: ...

@@ -1,0 +1,91 @@
+"""The exact KV model behind the same interface as the real model's runner. No torch."""
+
+from __future__ import annotations
+
+from preempt_engine.config import DEFAULT_EXACT_BLOCKS, EngineConfig
+from preempt_engine.exact import EOS_TOKEN_ID, ExactCache, ExactLogits
+from preempt_engine.observer import EngineObserver
+from preempt_engine.step import ScheduledSequence, SchedulerOutput
+from preempt_engine.worker.state import WorkerSequence, WorkerState
+
+DEFAULT_MAX_MODEL_LEN = 1 << 20
+
+
+class ExactRunner:
+    """Runs steps on an `ExactCache`.
+
+    Args:
+        config: of the engine; `num_kv_blocks` defaults to 4,096 here.
+        rank: tensor parallel rank; each rank's chains have their own salt.
+
+    Attributes:
+        num_kv_blocks: size of the pool.
+        vocab_size: of the exact model.
+        max_model_len: most tokens of a sequence.
+        eos_token_ids: ids that end a sequence.
+        observer: is told what was computed; None costs nothing.
+    """
+
+    def __init__(self, config: EngineConfig, rank: int = 0) -> None:
+        self.num_kv_blocks = config.num_kv_blocks or DEFAULT_EXACT_BLOCKS
+        self.vocab_size = config.exact_vocab_size
+        self.max_model_len = config.max_model_len or DEFAULT_MAX_MODEL_LEN
+        self.eos_token_ids = frozenset({EOS_TOKEN_ID})
+        self.observer: EngineObserver | None = None
+        self._rank = rank
+        self._block_size = config.block_size
+        self._state = WorkerState(config.block_size)
+        self._cache = ExactCache(self.num_kv_blocks, config.block_size, salt=rank)
+
+    def execute(self, step: SchedulerOutput) -> ExactLogits:
+        """Run one step; rows as `LogitsBatch` orders them."""
+        self._state.apply(step)
+        for key in step.dropped:
+            self._cache.drop(key)
+        self._cache.fill(step.poison_block_ids)
+        self._cache.copy(step.block_copies)
+        self._report_block_operations(step)
+        for item, sequence in self._state.rows(step):
+            slots = self._slots(item, sequence)
+            token_ids = sequence.token_ids[item.start : item.end]
+            table = sequence.block_table
+            self._cache.write(item.key, item.start, token_ids, slots, table)
+            if self.observer is not None:
+                self.observer.computed(
+                    step.step_id,
+                    self._rank,
+                    item.key,
+                    item.start,
+                    token_ids,
+                    slots,
+                    table,
+                    item.end,
+                )
+        digests: list[int] = []
+        for item, sequence in self._state.rows(step):
+            digests += self._cache.read(item.key, item.end, sequence.block_table, item.logits_start)
+        return ExactLogits(digests, self.vocab_size)
+
+    def reset(self) -> None:
+        """Forget every sequence; slots stay as they are, as they would on a device."""
+        for key in self._state.sequences:
+            self._cache.drop(key)
+        self._state.sequences.clear()
+
+    def close(self) -> None:
+        """Release the cache."""
+        self.reset()
+        self._cache.slots = []
+
+    def _slots(self, item: ScheduledSequence, sequence: WorkerSequence) -> list[int]:
+        size = self._block_size
+        table = sequence.block_table
+        return [table[p // size] * size + p % size for p in range(item.start, item.end)]
+
+    def _report_block_operations(self, step: SchedulerOutput) -> None:
+        if self.observer is None:
+            return
+        if step.poison_block_ids:
+            self.observer.blocks_poisoned(step.step_id, self._rank, step.poison_block_ids)
+        if step.block_copies:
+            self.observer.worker_copied(step.step_id, self._rank, step.block_copies)

@@ -1,0 +1,247 @@
+"""Block counts that can be argued on paper: what never preempts, and what must.
+
+Owns the inequalities and their wording, each true of every engine that obeys the declared
+`AdmissionModel`, whatever its prefix cache holds. Plays no simulation. docs/budgets.md writes the
+arguments out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from preempt_harness.admission import AdmissionModel, known_lengths, may_stop_early
+from preempt_harness.workload import RequestSpec, Workload
+
+_LISTED = 6  # requests that a sum spells out before it is cut short
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one request asks of the pool, in tokens and blocks.
+
+    Attributes:
+        request: its id.
+        arrival_step: when it enters.
+        prompt_token_ids: its prompt.
+        most_outputs: it has no more output tokens than this.
+        least_outputs: it has at least so many if it is not aborted.
+        abort_step: when an operation ends it; None for never.
+        most_blocks: it never holds more.
+        formula: `most_blocks` spelled out.
+    """
+
+    request: str
+    arrival_step: int
+    prompt_token_ids: tuple[int, ...]
+    most_outputs: int
+    least_outputs: int
+    abort_step: int | None
+    most_blocks: int
+    formula: str
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+def demands(
+    workload: Workload, model: AdmissionModel, output_lengths: Mapping[str, int]
+) -> list[Demand]:
+    """Demands of the requests that some pool can run, in order of arrival."""
+    lengths = known_lengths(workload, output_lengths)
+    aborts = {
+        operation.request: operation.step
+        for operation in reversed(workload.operations)
+        if operation.kind == "abort"
+    }
+    runnable = (spec for spec in workload.requests if model.output_limit(spec) > 0)
+    return [
+        _demand(spec, model, lengths.get(spec.id), aborts.get(spec.id))
+        for spec in sorted(runnable, key=lambda spec: spec.arrival_step)
+    ]
+
+
+def _demand(
+    spec: RequestSpec, model: AdmissionModel, length: int | None, abort_step: int | None
+) -> Demand:
+    limit = model.output_limit(spec)
+    if length is not None:
+        most = least = min(limit, length)
+    elif may_stop_early(spec):
+        most, least = limit, max(1, min(limit, spec.sampling.min_tokens))
+    else:
+        most = least = limit
+    prompt = spec.num_prompt_tokens
+    tokens = model.with_lookahead(prompt + most - 1)
+    ahead = f" + {model.lookahead_tokens}" if model.lookahead_tokens else ""
+    return Demand(
+        request=spec.id,
+        arrival_step=spec.arrival_step,
+        prompt_token_ids=tuple(spec.prompt_token_ids),
+        most_outputs=most,
+        least_outputs=least,
+        abort_step=abort_step,
+        most_blocks=model.blocks_for(tokens),
+        formula=f"{spec.id}: ceil(({prompt} + {most} - 1{ahead}) / {model.block_size})"
+        f" = {model.blocks_for(tokens)}",
+    )
+
+
+def largest_demands(wanted: list[Demand], model: AdmissionModel) -> list[Demand]:
+    """The demands that can meet in the pool at once and add up to most."""
+    return sorted(wanted, key=lambda demand: -demand.most_blocks)[: model.max_num_seqs]
+
+
+def never_statement(together: list[Demand], usable: int) -> str:
+    """Why `usable` blocks cannot run out, given that all of `together` fit."""
+    total = sum(demand.most_blocks for demand in together)
+    terms = [demand.formula for demand in together[:_LISTED]]
+    if len(together) > _LISTED:
+        rest = sum(demand.most_blocks for demand in together[_LISTED:])
+        terms.append(f"{len(together) - _LISTED} more: {rest}")
+    return (
+        f"requests that run at once hold at most {'; '.join(terms)}; "
+        f"in all {total} <= {usable} usable blocks"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ForceArgument:
+    """Why the first requests of a workload must preempt in a range of block counts.
+
+    All of `requests` arrive together and ahead of every other. As long as nothing is preempted they
+    are admitted, since even after `num_prefill_steps` steps of growth they hold no more than
+    `admission_blocks`; then they grow by a token in every step. Before any of those counted in
+    `peak_blocks` has finished they would hold `peak_blocks` together.
+
+    Attributes:
+        num_prefill_steps: after so many steps all prompts are computed.
+        admission_blocks: most blocks they hold until then.
+        peak_step: step, counted from their arrival, that needs `peak_blocks`.
+        peak_blocks: blocks they need in that step at least.
+        unfinished: those still running in that step.
+        num_shared_blocks: blocks that prefix sharing may save at most; already taken off.
+    """
+
+    requests: tuple[str, ...]
+    arrival_step: int
+    num_prefill_steps: int
+    admission_blocks: int
+    peak_step: int
+    peak_blocks: int
+    unfinished: tuple[str, ...]
+    num_shared_blocks: int
+
+    def holds(self, model: AdmissionModel, num_blocks: int) -> bool:
+        """Whether it shows that a pool of this size preempts."""
+        usable = model.usable_blocks(num_blocks)
+        admits = self.admission_blocks + model.watermark_blocks(num_blocks) <= usable
+        return admits and usable < self.peak_blocks
+
+    def statement(self, model: AdmissionModel, num_blocks: int) -> str:
+        """The argument in words, for a pool of this size."""
+        usable = model.usable_blocks(num_blocks)
+        spare = model.watermark_blocks(num_blocks)
+        prefilled = self.arrival_step + self.num_prefill_steps - 1
+        peak = self.arrival_step + self.peak_step
+        watermark = f" + {spare} of the watermark" if spare else ""
+        shared = f" ({self.num_shared_blocks} shared)" if self.num_shared_blocks else ""
+        return (
+            f"{_names(self.requests)} arrive in step {self.arrival_step} and are all admitted and "
+            f"prefilled by step {prefilled}, since they hold at most {self.admission_blocks} blocks"
+            f"{watermark} <= {usable} usable until then; in step {peak} {_names(self.unfinished)} "
+            f"still run and need {self.peak_blocks} blocks{shared} > {usable}, so a request "
+            f"is preempted by then"
+        )
+
+
+def force_arguments(wanted: list[Demand], model: AdmissionModel) -> Iterator[ForceArgument]:
+    """All arguments about the first k requests, k = 2, 3, ...
+
+    None with lookahead: a step may then bring several tokens, and nobody knows how many.
+    """
+    if model.policy == "output_reserved" or model.lookahead_tokens or not wanted:
+        return
+    first = wanted[0].arrival_step
+    together = [demand for demand in wanted if demand.arrival_step == first]
+    most = min(len(together), model.max_num_seqs, model.max_num_batched_tokens)
+    for count in range(2, most + 1):
+        argument = _force_argument(together[:count], model)
+        if argument is not None:
+            yield argument
+
+
+def _force_argument(group: list[Demand], model: AdmissionModel) -> ForceArgument | None:
+    """The argument for one group; None if sharing or aborts leave nothing certain."""
+    count = len(group)
+    tokens = sum(demand.num_prompt_tokens for demand in group)
+    # While a prompt is incomplete, at most the count - 1 others take one token of the step each.
+    prefill_steps = -(-tokens // (model.max_num_batched_tokens - count + 1))
+    shared = _most_shared_blocks(group, model, prefill_steps)
+    if shared is None:
+        return None
+    admission = sum(
+        model.blocks_for(
+            model.with_lookahead(
+                demand.num_prompt_tokens + min(prefill_steps, demand.most_outputs) - 1
+            )
+        )
+        for demand in group
+    )
+    best: tuple[int, int, list[Demand]] | None = None
+    for step in sorted({demand.least_outputs - 1 for demand in group}):
+        if step < prefill_steps:
+            continue
+        unfinished = [
+            demand
+            for demand in group
+            if demand.least_outputs > step
+            and (demand.abort_step is None or demand.abort_step > demand.arrival_step + step)
+        ]
+        blocks = sum(
+            model.blocks_for(demand.num_prompt_tokens + step - prefill_steps + 1)
+            for demand in unfinished
+        )
+        if best is None or blocks - shared > best[1]:
+            best = (step, blocks - shared, unfinished)
+    if best is None:
+        return None
+    return ForceArgument(
+        requests=tuple(demand.request for demand in group),
+        arrival_step=group[0].arrival_step,
+        num_prefill_steps=prefill_steps,
+        admission_blocks=admission,
+        peak_step=best[0],
+        peak_blocks=best[1],
+        unfinished=tuple(demand.request for demand in best[2]),
+        num_shared_blocks=shared,
+    )
+
+
+def _most_shared_blocks(
+    group: list[Demand], model: AdmissionModel, prefill_steps: int
+) -> int | None:
+    """Blocks that prefix sharing can save the group at most; None if nothing bounds it.
+
+    Only full blocks of prompts are shared, for tables begin with hits and grow by new blocks. When
+    admission takes several steps a prompt that continues another request's prompt might also hit
+    that request's output, which nobody knows here.
+    """
+    if not model.prefix_caching:
+        return 0
+    prompts = [demand.prompt_token_ids for demand in group]
+    if prefill_steps > 1:
+        for one in prompts:
+            if any(len(one) < len(other) and other[: len(one)] == one for other in prompts):
+                return None
+    size = model.block_size
+    full = [prompt[:end] for prompt in prompts for end in range(size, len(prompt) + 1, size)]
+    return len(full) - len(set(full))
+
+
+def _names(requests: tuple[str, ...]) -> str:
+    listed = ", ".join(requests[:_LISTED])
+    if len(requests) > _LISTED:
+        listed += f" and {len(requests) - _LISTED} more"
+    return listed

@@ -1,0 +1,233 @@
+"""The embedded engine behind the session protocol: stepped, and everything can be seen."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from preempt_harness import record
+from preempt_harness.adapters import protocol
+from preempt_harness.adapters.embedded_observer import RecordingObserver
+from preempt_harness.adapters.protocol import EngineSettings, KnownIssue, SessionInfo
+from preempt_harness.admission import AdmissionModel
+from preempt_harness.record import AnyEvent, RequestResult, Score, SequenceOutput
+from preempt_harness.workload import RequestSpec
+
+if TYPE_CHECKING:
+    from preempt_engine import LLM, RequestOutput
+
+_NEEDS_ENGINE = 'pip install "preempt-harness[engine]"'
+
+
+class EmbeddedAdapter:
+    """Adapter "embedded"."""
+
+    name = "embedded"
+    capabilities = protocol.CAPABILITIES - {
+        protocol.SWAP,
+        protocol.TENSOR_PARALLEL,
+        protocol.PRIORITY,
+    }
+    models = (
+        "exact",
+        "tiny-llama",
+        "tiny-qwen2",
+        "tiny-qwen3",
+        "tiny-mistral",
+        "tiny-opt",
+        "smollm2",
+    )
+    block_sizes: tuple[int, ...] = ()
+    isolation = "none"
+    known_issues: tuple[KnownIssue, ...] = ()
+
+    def admission_model(self, settings: EngineSettings) -> AdmissionModel:
+        """The engine reserves blocks for all known tokens at admission."""
+        return AdmissionModel(
+            policy="full_prompt",
+            block_size=settings.block_size,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            watermark=settings.watermark,
+            max_model_len=settings.max_model_len,
+            prefix_caching=settings.enable_prefix_caching,
+        )
+
+    def missing(self) -> str | None:
+        """The exact model needs nothing more; torch is asked for when a checkpoint is opened."""
+        return None
+
+    def open(self, settings: EngineSettings) -> EmbeddedSession:
+        """Build the engine.
+
+        Raises:
+            preempt_engine.errors.EngineError: the settings cannot be honoured.
+        """
+        return EmbeddedSession(settings)
+
+
+class EmbeddedSession:
+    """One embedded engine, one step a poll.
+
+    Args:
+        settings: what the trial asks for; `options` are arguments of `LLM`, and
+            "record_pool_every": a full `PoolState` every so many steps (16).
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        from preempt_engine import LLM
+
+        options = dict(settings.options)
+        pool_every = options.pop("record_pool_every", 16)
+        config = _llm_arguments(settings, options)
+        self.llm: LLM = LLM(**config)
+        self._observer = RecordingObserver(pool_every=pool_every)
+        self.llm.set_observer(self._observer)
+        self._outputs: dict[str, RequestOutput] = {}
+        self._unfinished: set[str] = set()
+        self.info = SessionInfo(
+            config=config,
+            block_size=self.llm.config.block_size,
+            num_blocks=self.llm.num_kv_blocks,
+            vocab_size=self.llm.vocab_size,
+            num_ranks=self.llm.config.tensor_parallel_size,
+            versions=_versions(exact=self.llm.config.is_exact),
+            observed=list(self._observer.event_names),
+            batch_invariant=self.llm.config.is_exact or self.llm.config.deterministic,
+            max_total_tokens=self.llm.max_total_tokens,
+        )
+
+    def submit(self, request: RequestSpec) -> None:
+        """Queue the request."""
+        from preempt_engine import SamplingParams
+
+        self.llm.add_request(
+            request.prompt_token_ids,
+            SamplingParams(**{name: getattr(request.sampling, name) for name in _SAMPLING_FIELDS}),
+            request_id=request.id,
+        )
+        self._unfinished.add(request.id)
+
+    def abort(self, request: str) -> None:
+        """Abort now; its output so far is its result."""
+        output = self.llm.abort_request(request)
+        if output is not None:
+            self._take(output)
+
+    def poll(self, timeout_s: float) -> Sequence[AnyEvent]:
+        """Run one step; the time limit is the watchdog's business here."""
+        for output in self.llm.step():
+            self._take(output)
+        return self._observer.take_events()
+
+    def unfinished(self) -> bool:
+        """True while a request has not ended."""
+        return bool(self._unfinished)
+
+    def results(self) -> dict[str, RequestResult]:
+        """Results of all requests that gave anything."""
+        return {request: _result(output) for request, output in self._outputs.items()}
+
+    def close(self) -> Sequence[AnyEvent]:
+        """Close the engine; the last event is the final state of the pool."""
+        self._observer.record_pool(self.llm.scheduler.next_step_id, self.llm.scheduler)
+        self.llm.close()
+        return self._observer.take_events()
+
+    def preempt(self, request: str, mode: str) -> None:
+        """Force a preemption before the next step.
+
+        Raises:
+            ValueError: the mode is not one of this engine's.
+        """
+        if mode != "recompute":
+            raise ValueError(f"mode {mode!r}: the embedded engine preempts by recompute")
+        self.llm.preempt_request(request)
+
+    def hold_blocks(self, num_blocks: int) -> int:
+        """Withhold free blocks."""
+        return self.llm.hold_blocks(num_blocks)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached content."""
+        self.llm.reset_prefix_cache()
+
+    def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> list[Score]:
+        """Teacher-forced scores; their events are not part of the trial."""
+        self.llm.set_observer(None)
+        try:
+            scores = self.llm.score(list(prompt), list(continuation))
+        finally:
+            self.llm.set_observer(self._observer)
+        return [Score(**asdict(score)) for score in scores]
+
+    def _take(self, output: RequestOutput) -> None:
+        self._outputs[output.request_id] = output
+        if output.finished:
+            self._unfinished.discard(output.request_id)
+
+
+_SAMPLING_FIELDS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+    "stop",
+    "stop_token_ids",
+    "logprobs",
+)
+
+
+def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[str, Any]:
+    from preempt_harness.checkpoints import resolve_model_name
+
+    return {
+        "model": str(resolve_model_name(settings.model)),
+        "num_kv_blocks": settings.num_blocks,
+        "block_size": settings.block_size,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_model_len": settings.max_model_len,
+        "watermark": settings.watermark,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "seed": settings.seed,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "deterministic": settings.deterministic,
+        "dtype": settings.dtype,
+        **options,
+    }
+
+
+def _result(output: RequestOutput) -> RequestResult:
+    return RequestResult(
+        outputs=[
+            SequenceOutput(
+                token_ids=list(branch.token_ids),
+                text=branch.text,
+                logprobs=branch.logprobs,
+                finish_reason=branch.finish_reason,
+                stop_reason=branch.stop_reason,
+            )
+            for branch in output.outputs
+        ],
+        finished=output.finished,
+        error=str(output.error or ""),
+        num_cached_tokens=output.num_cached_tokens,
+        num_preemptions=output.num_preemptions,
+    )
+
+
+def _versions(*, exact: bool) -> dict[str, str]:
+    from importlib.metadata import version
+
+    names = ["preempt-harness"] if exact else ["preempt-harness", "torch", "transformers"]
+    found = {"python": platform.python_version()}
+    for name in names:
+        found[name] = version(name)
+    return found

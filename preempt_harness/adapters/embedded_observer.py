@@ -1,0 +1,252 @@
+"""Turns what the embedded engine's observer protocol reports into events of the record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from preempt_engine.observer import EngineObserver, PoolView
+from preempt_engine.step import SequenceKey
+
+from preempt_harness import record
+from preempt_harness.record import AnyEvent
+
+
+class RecordingObserver(EngineObserver):
+    """Collects events.
+
+    Args:
+        pool_every: a full `PoolState` every so many steps, and after each step in which a request
+            lost its blocks or ended; 1 records it always.
+    """
+
+    event_names = (
+        "Arrived",
+        "Scheduled",
+        "BlocksAllocated",
+        "BlocksFreed",
+        "BlocksCopied",
+        "Preempted",
+        "Resumed",
+        "Finished",
+        "Aborted",
+        "PoolCounts",
+        "PoolState",
+        "Counters",
+        "StepLaunched",
+        "StepDone",
+        "Computed",
+        "WorkerCopied",
+        "BlocksPoisoned",
+        "TokensDelivered",
+    )
+
+    def __init__(self, pool_every: int) -> None:
+        self._pool_every = pool_every
+        self._events: list[AnyEvent] = []
+        self._tables: dict[tuple[int, SequenceKey], list[int]] = {}
+        self._names: dict[SequenceKey, str] = {}
+        self._pool_changed = False
+
+    def take_events(self) -> list[AnyEvent]:
+        """Everything since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def record_pool(self, step_id: int, view: PoolView) -> None:
+        """Record the full state of pool, queues and counters."""
+        state = view.pool_state()
+        self._events.append(
+            record.PoolState(
+                step=step_id,
+                num_blocks=state.num_blocks,
+                free=state.free,
+                cached=state.cached,
+                held=state.held,
+                fenced=state.fenced,
+                ref_counts=state.ref_counts,
+                tables={self._name(key): table for key, table in state.tables.items()},
+                waiting=state.waiting,
+                running=state.running,
+            )
+        )
+        self._events.append(record.Counters(step=step_id, values=state.counters))
+
+    def _name(self, key: SequenceKey) -> str:
+        name = self._names.get(key)
+        if name is None:
+            name = self._names[key] = str(key)
+        return name
+
+    # Scheduler's view ---------------------------------------------------------------------------
+
+    def arrived(
+        self,
+        step_id: int,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        max_tokens: int,
+        priority: int,
+    ) -> None:
+        self._events.append(
+            record.Arrived(
+                step=step_id,
+                request=request_id,
+                prompt_token_ids=list(prompt_token_ids),
+                max_tokens=max_tokens,
+                priority=priority,
+            )
+        )
+
+    def scheduled(self, step_id: int, key: SequenceKey, start: int, end: int) -> None:
+        self._events.append(
+            record.Scheduled(step=step_id, seq=self._name(key), start=start, end=end)
+        )
+
+    def blocks_allocated(
+        self, step_id: int, key: SequenceKey, block_ids: Sequence[int], num_cached: int
+    ) -> None:
+        self._events.append(
+            record.BlocksAllocated(
+                step=step_id, seq=self._name(key), blocks=list(block_ids), num_cached=num_cached
+            )
+        )
+
+    def blocks_freed(self, step_id: int, key: SequenceKey, block_ids: Sequence[int]) -> None:
+        self._events.append(
+            record.BlocksFreed(step=step_id, seq=self._name(key), blocks=list(block_ids))
+        )
+
+    def blocks_copied(self, step_id: int, pairs: Sequence[tuple[int, int]]) -> None:
+        self._events.append(record.BlocksCopied(step=step_id, pairs=list(pairs)))
+
+    def preempted(
+        self,
+        step_id: int,
+        request_id: str,
+        *,
+        mode: str,
+        phase: str,
+        reason: str,
+        num_computed_tokens: int,
+        num_tokens: int,
+    ) -> None:
+        self._pool_changed = True
+        self._events.append(
+            record.Preempted(
+                step=step_id,
+                request=request_id,
+                mode=mode,
+                phase=phase,
+                reason=reason,
+                num_computed_tokens=num_computed_tokens,
+                num_tokens=num_tokens,
+            )
+        )
+
+    def resumed(self, step_id: int, request_id: str, num_cached_tokens: int) -> None:
+        self._events.append(
+            record.Resumed(step=step_id, request=request_id, num_cached_tokens=num_cached_tokens)
+        )
+
+    def finished(self, step_id: int, request_id: str, reason: str) -> None:
+        self._pool_changed = True
+        self._events.append(record.Finished(step=step_id, request=request_id, reason=reason))
+
+    def aborted(self, step_id: int, request_id: str) -> None:
+        self._pool_changed = True
+        self._events.append(record.Aborted(step=step_id, request=request_id))
+
+    def step_updated(self, step_id: int, view: PoolView) -> None:
+        counts = view.pool_counts()
+        self._events.append(
+            record.PoolCounts(
+                step=step_id,
+                num_blocks=counts.num_blocks,
+                free=counts.free,
+                cached=counts.cached,
+                used=counts.used,
+                held=counts.held,
+                fenced=counts.fenced,
+            )
+        )
+        if self._pool_changed or step_id % self._pool_every == 0:
+            self._pool_changed = False
+            self.record_pool(step_id, view)
+
+    # Worker's view ------------------------------------------------------------------------------
+
+    def step_sent(self, step_id: int, rank: int, num_bytes: int) -> None:
+        self._events.append(record.StepSent(step=step_id, rank=rank, num_bytes=num_bytes))
+
+    def step_launched(self, step_id: int) -> None:
+        self._events.append(record.StepLaunched(step=step_id))
+
+    def computed(
+        self,
+        step_id: int,
+        rank: int,
+        key: SequenceKey,
+        start: int,
+        token_ids: Sequence[int],
+        written_slots: Sequence[int],
+        block_table: Sequence[int],
+        read_len: int,
+    ) -> None:
+        table = list(block_table)
+        before = self._tables.get((rank, key), [])
+        self._tables[rank, key] = table
+        keep = _common_length(before, table)
+        self._events.append(
+            record.Computed(
+                step=step_id,
+                rank=rank,
+                seq=self._name(key),
+                start=start,
+                token_ids=list(token_ids),
+                written_slots=list(written_slots),
+                table_keep=keep,
+                table_new=table[keep:],
+                read_len=read_len,
+            )
+        )
+
+    def blocks_poisoned(self, step_id: int, rank: int, block_ids: Sequence[int]) -> None:
+        self._events.append(
+            record.BlocksPoisoned(step=step_id, rank=rank, blocks=list(block_ids))
+        )
+
+    def worker_copied(self, step_id: int, rank: int, pairs: Sequence[tuple[int, int]]) -> None:
+        self._events.append(record.WorkerCopied(step=step_id, rank=rank, pairs=list(pairs)))
+
+    def step_done(self, step_id: int) -> None:
+        self._events.append(record.StepDone(step=step_id))
+
+    # Delivery -----------------------------------------------------------------------------------
+
+    def tokens_delivered(
+        self,
+        step_id: int,
+        key: SequenceKey,
+        token_ids: Sequence[int],
+        logprobs: Sequence[dict[int, float]] | None,
+        text: str,
+    ) -> None:
+        self._events.append(
+            record.TokensDelivered(
+                step=step_id,
+                seq=self._name(key),
+                token_ids=list(token_ids),
+                logprobs=None if logprobs is None else list(logprobs),
+                text=text,
+            )
+        )
+
+
+def _common_length(before: list[int], after: list[int]) -> int:
+    """How many leading entries two tables share; one comparison in the usual case of growth."""
+    if after[: len(before)] == before:
+        return len(before)
+    for index, (old, new) in enumerate(zip(before, after, strict=False)):
+        if old != new:
+            return index
+    return min(len(before), len(after))

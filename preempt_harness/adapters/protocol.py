@@ -1,0 +1,226 @@
+"""The one protocol between the harness and an engine. Data and method signatures; no engine.
+
+An adapter describes an engine and opens sessions on it; a session takes requests and gives events.
+One `poll` is one step of an engine that can be stepped, and whatever has arrived of one that
+cannot: one protocol, not two. What an engine cannot do is missing from its capabilities, never
+pretended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from preempt_harness.admission import AdmissionModel
+from preempt_harness.record import AnyEvent, RequestResult, Score
+from preempt_harness.workload import RequestSpec
+
+# What a session can be asked for.
+STEPPED = "stepped"  # one poll is one step, and nothing happens between polls
+PREEMPT = "preempt"  # `preempt` forces a preemption
+HOLD_BLOCKS = "hold_blocks"
+ABORT = "abort"
+SCORE = "score"
+RESET_PREFIX_CACHE = "reset_prefix_cache"
+# What the engine does.
+RECOMPUTE = "recompute"  # preempts by recompute
+SWAP = "swap"  # preempts by swap
+PREFIX_CACHING = "prefix_caching"
+CHUNKED_PREFILL = "chunked_prefill"
+SAMPLING = "sampling"  # temperature, top-k, top-p, seed
+LOGPROBS = "logprobs"
+STOP_STRINGS = "stop_strings"
+TEXT = "text"
+BLOCK_SIZE = "block_size"  # any block size; otherwise `block_sizes` of the adapter
+BLOCK_REUSE_ORDER = "block_reuse_order"
+POISON = "poison"
+TENSOR_PARALLEL = "tensor_parallel"
+PRIORITY = "priority"
+
+CAPABILITIES = frozenset(
+    {
+        STEPPED,
+        PREEMPT,
+        HOLD_BLOCKS,
+        ABORT,
+        SCORE,
+        RESET_PREFIX_CACHE,
+        RECOMPUTE,
+        SWAP,
+        PREFIX_CACHING,
+        CHUNKED_PREFILL,
+        SAMPLING,
+        LOGPROBS,
+        STOP_STRINGS,
+        TEXT,
+        BLOCK_SIZE,
+        BLOCK_REUSE_ORDER,
+        POISON,
+        TENSOR_PARALLEL,
+        PRIORITY,
+    }
+)
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trial asks of an engine's configuration. Plain data.
+
+    Attributes:
+        model: "exact", a tiny model's name, "smollm2", a path or a hub id.
+        num_blocks: KV blocks of the pool.
+        block_size: tokens per block.
+        max_num_batched_tokens: token budget of a step.
+        max_num_seqs: most requests that run at once.
+        max_model_len: most tokens of a request; None takes the model's limit.
+        watermark: share of the pool that admission leaves free.
+        enable_prefix_caching: whether full blocks can be found again.
+        seed: of the engine.
+        tensor_parallel_size: number of ranks.
+        deterministic: ask for bitwise equal logits where the engine can.
+        dtype: of weights and cache, "auto" for the engine's default.
+        options: more of this engine's own options.
+    """
+
+    model: str = "exact"
+    num_blocks: int
+    block_size: int = 16
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    max_model_len: int | None = None
+    watermark: float = 0.0
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    tensor_parallel_size: int = 1
+    deterministic: bool = True
+    dtype: str = "auto"
+    options: dict[str, Any] = {}
+
+
+class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a session says of itself; goes into the record's header.
+
+    Attributes:
+        config: the engine's configuration as it was passed, plain data.
+        block_size, num_blocks: of the pool as it really is.
+        vocab_size: 0 if unknown.
+        num_ranks: tensor parallel size.
+        versions: library -> version.
+        observed: names of the event types this session emits.
+        batch_invariant: logits are bitwise equal under any batch mix, by the engine's claim.
+        max_total_tokens: most tokens of one request, by model and pool.
+    """
+
+    config: dict[str, Any]
+    block_size: int
+    num_blocks: int
+    vocab_size: int = 0
+    num_ranks: int = 1
+    versions: dict[str, str] = {}
+    observed: list[str] = []
+    batch_invariant: bool = False
+    max_total_tokens: int | None = None
+
+
+class Session(Protocol):
+    """One run of an engine. Requests are named as in the workload."""
+
+    @property
+    def info(self) -> SessionInfo: ...
+
+    def submit(self, request: RequestSpec) -> None:
+        """Hand a request to the engine. A request it refuses ends with a result, not an error."""
+        ...
+
+    def abort(self, request: str) -> None:
+        """Give a request up; needs `ABORT`."""
+        ...
+
+    def poll(self, timeout_s: float) -> Sequence[AnyEvent]:
+        """Run one step (`STEPPED`), or wait for at most `timeout_s`; returns what happened.
+
+        Raises:
+            Exception: whatever the engine raises; the trial turns it into an `EngineError` event.
+        """
+        ...
+
+    def unfinished(self) -> bool:
+        """True while a submitted request has not ended."""
+        ...
+
+    def results(self) -> dict[str, RequestResult]:
+        """What each submitted request has given so far."""
+        ...
+
+    def close(self) -> Sequence[AnyEvent]:
+        """Release everything; returns last events, such as the final `PoolState`. Once."""
+        ...
+
+    def preempt(self, request: str, mode: str) -> None:
+        """Preempt before the next step; needs `PREEMPT`."""
+        ...
+
+    def hold_blocks(self, num_blocks: int) -> int:
+        """Withhold free blocks, 0 gives all back; returns how many; needs `HOLD_BLOCKS`."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached content; needs `RESET_PREFIX_CACHE`."""
+        ...
+
+    def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> list[Score]:
+        """Teacher-forced scores of a continuation; needs `SCORE`."""
+        ...
+
+
+class KnownIssue(msgspec.Struct, frozen=True, kw_only=True):
+    """A fault of an engine that is known: a strict expected failure.
+
+    Attributes:
+        code: the finding's code.
+        scenario: name of the scenario, or a glob of names.
+        versions: the engine's versions that have it, as text.
+        link: where it is reported or written up.
+    """
+
+    code: str
+    scenario: str
+    versions: str
+    link: str
+
+
+class EngineAdapter(Protocol):
+    """What the harness knows of an engine before it runs.
+
+    Attributes:
+        name: id on the command line.
+        capabilities: what sessions can be asked for and what the engine does.
+        models: model names that make sense here; the first is the default.
+        block_sizes: block sizes it can run with; empty for any.
+        isolation: "process" when sessions should run in a child process, else "none".
+        known_issues: expected failures.
+    """
+
+    name: str
+    capabilities: frozenset[str]
+    models: tuple[str, ...]
+    block_sizes: tuple[int, ...]
+    isolation: str
+    known_issues: tuple[KnownIssue, ...]
+
+    def admission_model(self, settings: EngineSettings) -> AdmissionModel:
+        """How the engine admits and preempts under these settings; the budget is solved with it."""
+        ...
+
+    def missing(self) -> str | None:
+        """What to install to use this engine, in one line; None when it can be used."""
+        ...
+
+    def open(self, settings: EngineSettings) -> Session:
+        """Build the engine and open a session on it.
+
+        Raises:
+            ImportError, or the engine's own errors, for settings it cannot honour.
+        """
+        ...

@@ -1,0 +1,506 @@
+"""The trial record: everything the checks may look at, and nothing else.
+
+Owns the schema (docs/trial-record.md) and its JSON lines form. Knows no engine and no check. A
+record is read back exactly as it was written, so a check judges a live trial and a log alike.
+
+Sequences are named "request.branch", for example "r1.0". Steps count from 0; events that belong
+to no step (an arrival between steps) carry the next step's number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+SCHEMA_VERSION = 1
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+class Event(msgspec.Struct, frozen=True, tag_field="event", tag=_snake_case):
+    """Base of all events. `step` is the step during, or before, which it happened."""
+
+    step: int
+
+
+# Scheduler's view ---------------------------------------------------------------------------------
+
+
+class Arrived(Event, frozen=True):
+    """A request entered the engine."""
+
+    request: str
+    prompt_token_ids: list[int]
+    max_tokens: int
+    priority: int = 0
+
+
+class Scheduled(Event, frozen=True):
+    """The scheduler decided that the step computes positions [start, end) of a sequence."""
+
+    seq: str
+    start: int
+    end: int
+
+
+class BlocksAllocated(Event, frozen=True):
+    """Blocks appended to a sequence's table; the first `num_cached` of them are prefix hits."""
+
+    seq: str
+    blocks: list[int]
+    num_cached: int = 0
+
+
+class BlocksFreed(Event, frozen=True):
+    """A sequence gave up one reference to each of these blocks."""
+
+    seq: str
+    blocks: list[int]
+
+
+class BlocksCopied(Event, frozen=True):
+    """The scheduler ordered whole-block copies (source, destination), before the step computes."""
+
+    pairs: list[tuple[int, int]]
+
+
+class Forked(Event, frozen=True):
+    """A branch was split off; it shares its parent's blocks."""
+
+    parent: str
+    child: str
+
+
+class SwappedOut(Event, frozen=True):
+    """Device blocks were ordered out to host blocks: pairs (device, host)."""
+
+    request: str
+    pairs: list[tuple[int, int]]
+
+
+class SwappedIn(Event, frozen=True):
+    """Host blocks were ordered back to device blocks: pairs (host, device)."""
+
+    request: str
+    pairs: list[tuple[int, int]]
+
+
+class Preempted(Event, frozen=True):
+    """A request that held blocks lost them before it finished.
+
+    `mode` is "recompute" or "swap"; `phase` one of `PHASES`; `reason` "out_of_blocks" or "forced"
+    (or what a foreign engine says).
+    """
+
+    request: str
+    mode: str
+    phase: str
+    reason: str
+    num_computed_tokens: int
+    num_tokens: int
+
+
+class Resumed(Event, frozen=True):
+    """A preempted request runs again, `num_cached_tokens` of it found in the prefix cache."""
+
+    request: str
+    num_cached_tokens: int
+
+
+class Finished(Event, frozen=True):
+    """A request ended: "stop", "length" or "error"."""
+
+    request: str
+    reason: str
+
+
+class Aborted(Event, frozen=True):
+    """A request was aborted from outside."""
+
+    request: str
+
+
+class PoolCounts(Event, frozen=True):
+    """Sizes of the pool's parts as the engine holds them, after the step's update."""
+
+    num_blocks: int
+    free: int
+    cached: int
+    used: int
+    held: int = 0
+    fenced: int = 0
+
+
+class PoolState(Event, frozen=True):
+    """Raw content of the pool and the queues; an outside accountant recomputes everything."""
+
+    num_blocks: int
+    free: list[int]
+    cached: list[int]
+    held: list[int]
+    fenced: list[int]
+    ref_counts: dict[int, int]
+    tables: dict[str, list[int]]
+    waiting: list[str]
+    running: list[str]
+
+
+class Counters(Event, frozen=True):
+    """The engine's own totals by name, raw. Known names: `COUNTER_NAMES`."""
+
+    values: dict[str, int]
+
+
+# Worker's view ------------------------------------------------------------------------------------
+
+
+class StepSent(Event, frozen=True):
+    """A step's message left for a worker."""
+
+    rank: int
+    num_bytes: int
+
+
+class StepLaunched(Event, frozen=True):
+    """The executor began a step."""
+
+
+class StepDone(Event, frozen=True):
+    """The executor finished a step."""
+
+
+class Computed(Event, frozen=True):
+    """What a worker's attention backend was really given for one sequence.
+
+    The block table is sent as a change: the first `table_keep` entries of the table in this rank's
+    previous `Computed` of the same sequence (none before), then `table_new`.
+    Slots are block * block_size + offset. Positions [0, read_len) are read.
+    """
+
+    rank: int
+    seq: str
+    start: int
+    token_ids: list[int]
+    written_slots: list[int]
+    table_keep: int
+    table_new: list[int]
+    read_len: int
+
+
+class WorkerCopied(Event, frozen=True):
+    """A worker copied whole blocks (source, destination) on the device."""
+
+    rank: int
+    pairs: list[tuple[int, int]]
+
+
+class WorkerSwappedOut(Event, frozen=True):
+    """A worker copied device blocks to host blocks: pairs (device, host)."""
+
+    rank: int
+    pairs: list[tuple[int, int]]
+
+
+class WorkerSwappedIn(Event, frozen=True):
+    """A worker copied host blocks to device blocks: pairs (host, device)."""
+
+    rank: int
+    pairs: list[tuple[int, int]]
+
+
+class BlocksPoisoned(Event, frozen=True):
+    """A worker overwrote freed blocks."""
+
+    rank: int
+    blocks: list[int]
+
+
+# Delivery -----------------------------------------------------------------------------------------
+
+
+class TokensDelivered(Event, frozen=True):
+    """Tokens reached the user. `logprobs` has one entry per token, if any were asked for."""
+
+    seq: str
+    token_ids: list[int]
+    logprobs: list[dict[int, float]] | None = None
+    text: str = ""
+
+
+class EngineError(Event, frozen=True):
+    """The engine raised, died or hung. `kind` is an exception's name, "signal", "exit", "hang"."""
+
+    kind: str
+    message: str
+    traceback: str = ""
+
+
+class PlanApplied(Event, frozen=True):
+    """An action of the plan fired; `request` is what it hit, if anything single."""
+
+    action: str
+    request: str = ""
+
+
+class PlanMissed(Event, frozen=True):
+    """An action of the plan found its target not running; `why` says so."""
+
+    action: str
+    why: str
+
+
+AnyEvent = (
+    Arrived
+    | Scheduled
+    | BlocksAllocated
+    | BlocksFreed
+    | BlocksCopied
+    | Forked
+    | SwappedOut
+    | SwappedIn
+    | Preempted
+    | Resumed
+    | Finished
+    | Aborted
+    | PoolCounts
+    | PoolState
+    | Counters
+    | StepSent
+    | StepLaunched
+    | StepDone
+    | Computed
+    | WorkerCopied
+    | WorkerSwappedOut
+    | WorkerSwappedIn
+    | BlocksPoisoned
+    | TokensDelivered
+    | EngineError
+    | PlanApplied
+    | PlanMissed
+)
+
+PHASES = (
+    "prefill_first",  # first chunk of several done
+    "prefill_middle",
+    "prefill_last",  # all but the last chunk done
+    "first_decode",  # prompt computed, exactly one output token known
+    "decode",
+    "just_resumed",  # admitted again, not a single step since
+)
+
+COUNTER_NAMES = (
+    "num_preemptions",
+    "num_recomputed_tokens",
+    "num_cached_tokens",
+    "num_computed_tokens",
+    "num_generated_tokens",
+    "num_finished_requests",
+    "num_steps",
+)
+
+
+class SequenceOutput(msgspec.Struct, frozen=True):
+    """What the user got for one branch of one request."""
+
+    token_ids: list[int]
+    text: str = ""
+    logprobs: list[dict[int, float]] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class RequestResult(msgspec.Struct, frozen=True):
+    """What the user got for one request. `finished` is False when it was cut off."""
+
+    outputs: list[SequenceOutput]
+    finished: bool
+    error: str = ""
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class Score(msgspec.Struct, frozen=True):
+    """Teacher-forced score of one output token by an unpreempted reference."""
+
+    token_id: int
+    logprob: float
+    top_token_id: int
+    top_logprob: float
+    second_logprob: float
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """What was run. Everything here is plain data.
+
+    Attributes:
+        workload: `Workload` as builtins.
+        plan: string form of the plan, "" for none.
+        budget: number of blocks and its proof, as builtins.
+        engine, model: adapter and model id.
+        config: the engine's configuration as the adapter passed it.
+        block_size, num_blocks: of the pool.
+        versions: library -> version.
+        capabilities: names of what the engine lets itself be asked and seen.
+        observed: names of event types that this adapter emits; a check whose input is not among
+            them is NOT OBSERVABLE.
+        batch_invariant: logits are bitwise equal under any batch mix, by the engine's own claim.
+        vocab_size: of the model, 0 if unknown.
+        num_ranks: tensor parallel size.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    workload: dict[str, Any]
+    plan: str = ""
+    budget: dict[str, Any] = {}
+    engine: str
+    model: str
+    config: dict[str, Any] = {}
+    block_size: int
+    num_blocks: int
+    versions: dict[str, str] = {}
+    capabilities: list[str] = []
+    observed: list[str] = []
+    batch_invariant: bool = False
+    vocab_size: int = 0
+    num_ranks: int = 1
+
+
+class Baseline(msgspec.Struct, frozen=True, kw_only=True):
+    """The unpreempted run that outputs are compared with.
+
+    Attributes:
+        kind: "same-config", "solo", "closed-form" or "transformers".
+        results: request -> what it gave.
+        num_preemptions: must be 0.
+        problems: findings of the baseline's own checks, as text; must be empty.
+        logits_top2: request -> per output token, (top - second) log probability, if known.
+    """
+
+    kind: str
+    results: dict[str, RequestResult]
+    num_preemptions: int = 0
+    problems: list[str] = []
+    logits_top2: dict[str, list[float]] = {}
+
+
+class TrialRecord(msgspec.Struct, kw_only=True):
+    """One trial, whole."""
+
+    header: Header
+    events: list[AnyEvent] = []
+    results: dict[str, RequestResult] = {}
+    baseline: Baseline | None = None
+    scores: dict[str, list[Score]] = {}
+
+    def digest(self) -> str:
+        """Hex digest of all that must repeat when the trial is replayed.
+
+        Library versions are left out, and of an engine error everything but its kind: tracebacks
+        name paths and process ids.
+        """
+        hasher = hashlib.blake2b(digest_size=16)
+        header = msgspec.structs.replace(self.header, versions={})
+        encoder = msgspec.json.Encoder()
+        hasher.update(encoder.encode(header))
+        for event in self.events:
+            if isinstance(event, EngineError):
+                event = EngineError(step=event.step, kind=event.kind, message="")
+            hasher.update(encoder.encode(event))
+        hasher.update(encoder.encode(self.results))
+        hasher.update(encoder.encode(self.baseline))
+        return hasher.hexdigest()
+
+
+class _Line(msgspec.Struct, kw_only=True, omit_defaults=True):
+    header: Header | None = None
+    event: AnyEvent | None = None
+    result: tuple[str, RequestResult] | None = None
+    baseline: Baseline | None = None
+    score: tuple[str, list[Score]] | None = None
+
+
+class RecordFormatError(ValueError):
+    """A log is not a trial record, or of a schema version this release does not read."""
+
+
+def to_lines(record: TrialRecord) -> Iterator[bytes]:
+    """The record as JSON lines without line ends: header, events, results, baseline, scores."""
+    encode = msgspec.json.Encoder().encode
+    yield encode(_Line(header=record.header))
+    for event in record.events:
+        yield encode(_Line(event=event))
+    for request, result in record.results.items():
+        yield encode(_Line(result=(request, result)))
+    if record.baseline is not None:
+        yield encode(_Line(baseline=record.baseline))
+    for request, scores in record.scores.items():
+        yield encode(_Line(score=(request, scores)))
+
+
+def from_lines(lines: Iterable[bytes], source: str = "record") -> TrialRecord:
+    """Read what `to_lines` wrote.
+
+    Raises:
+        RecordFormatError: names the source and the line.
+    """
+    decoder = msgspec.json.Decoder(_Line)
+    record: TrialRecord | None = None
+    for number, raw in enumerate(lines, start=1):
+        if not raw.strip():
+            continue
+        if record is None:
+            _check_version(raw, source)
+        try:
+            line = decoder.decode(raw)
+        except msgspec.DecodeError as error:
+            raise RecordFormatError(f"{source}, line {number}: {error}") from error
+        if record is None:
+            if line.header is None:
+                raise RecordFormatError(f"{source}: the first line is not a header")
+            record = TrialRecord(header=line.header)
+        elif line.event is not None:
+            record.events.append(line.event)
+        elif line.result is not None:
+            record.results[line.result[0]] = line.result[1]
+        elif line.baseline is not None:
+            record.baseline = line.baseline
+        elif line.score is not None:
+            record.scores[line.score[0]] = line.score[1]
+    if record is None:
+        raise RecordFormatError(f"{source}: empty; a trial record starts with a header line")
+    return record
+
+
+def _check_version(raw: bytes, source: str) -> None:
+    try:
+        version = msgspec.json.decode(raw)["header"]["schema_version"]
+    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        raise RecordFormatError(f"{source}: the first line is not a header") from error
+    if version != SCHEMA_VERSION:
+        raise RecordFormatError(
+            f"{source}: schema version {version}; this release reads version {SCHEMA_VERSION}"
+        )
+
+
+def write(record: TrialRecord, path: Path) -> None:
+    """Write the record to a file of JSON lines."""
+    with path.open("wb") as file:
+        for line in to_lines(record):
+            file.write(line + b"\n")
+
+
+def read(path: Path) -> TrialRecord:
+    """Read a file of JSON lines.
+
+    Raises:
+        RecordFormatError: it is not a trial record, or of another version.
+    """
+    with path.open("rb") as file:
+        return from_lines(file, str(path))

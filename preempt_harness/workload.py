@@ -1,0 +1,72 @@
+"""What a trial asks of an engine: requests and scripted operations. Plain data, no engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling parameters every engine understands; names as in vLLM."""
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = True
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+
+class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One request.
+
+    Attributes:
+        id: short name, "r0", "r1", ...
+        prompt_token_ids: the prompt.
+        sampling: how and how long.
+        arrival_step: submitted before the step (poll) of this number.
+        priority: lower is more urgent.
+        text: the prompt as text where it has one, for reports.
+    """
+
+    id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingSpec = SamplingSpec()
+    arrival_step: int = 0
+    priority: int = 0
+    text: str = ""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+class Operation(msgspec.Struct, frozen=True, kw_only=True):
+    """Done by the user before a step: "abort" a request, or "reset_prefix_cache"."""
+
+    kind: str
+    step: int
+    request: str = ""
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests in arrival order, and operations."""
+
+    requests: list[RequestSpec]
+    operations: list[Operation] = []
+
+    def to_builtins(self) -> dict[str, Any]:
+        """Plain dictionaries and lists, for a record's header."""
+        data: dict[str, Any] = msgspec.to_builtins(self)
+        return data
+
+    @classmethod
+    def from_builtins(cls, data: dict[str, Any]) -> Workload:
+        """Inverse of `to_builtins`."""
+        return msgspec.convert(data, cls)
