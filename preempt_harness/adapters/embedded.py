@@ -32,7 +32,7 @@ class EmbeddedAdapter:
         protocol.TENSOR_PARALLEL,
         protocol.PRIORITY,
     }
-    models = (
+    models: tuple[str, ...] = (
         "exact",
         "tiny-llama",
         "tiny-qwen2",
