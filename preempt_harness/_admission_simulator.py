@@ -215,7 +215,7 @@ class _Run:
                     self.aborted.append(name)
                     return
 
-    # One step ---------------------------------------------------------------------------------
+    # One step -----------------------------------------------------------------------------------
 
     def _schedule(self) -> list[tuple[_Request, int]]:
         """The step's work: requests and the position each is computed up to."""
@@ -329,7 +329,7 @@ class _Run:
         if request.truncated:
             self.truncated.append(request.spec.id)
 
-    # Prefix cache -----------------------------------------------------------------------------
+    # Prefix cache -------------------------------------------------------------------------------
 
     def _content(self, request: _Request, index: int) -> Hashable:
         """Names the content of a full block and of all blocks before it."""

@@ -32,9 +32,7 @@ class BaselineStore:
         self._known: dict[bytes, Baseline] = {}
         self.num_runs = 0
 
-    def get(
-        self, settings: EngineSettings, workload: Workload, adapter: EngineAdapter
-    ) -> Baseline:
+    def get(self, settings: EngineSettings, workload: Workload, adapter: EngineAdapter) -> Baseline:
         """The baseline of a workload under these settings, whatever their block count."""
         room = KVBudget.roomy(workload, adapter.admission_model(settings))
         roomy = Trial(

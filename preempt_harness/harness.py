@@ -74,7 +74,7 @@ class PreemptHarness:
             (lambda text: adapter.encode(settings, text)) if has_text else None,
         )
 
-    # Wishes -----------------------------------------------------------------------------------------
+    # Wishes -------------------------------------------------------------------------------------
 
     def settings(self, **changes: Any) -> EngineSettings:
         """The engine's settings with some changed.
@@ -119,13 +119,17 @@ class PreemptHarness:
                 "Give a number, or (shortest, longest), of 1 or more.",
             )
         spec = SamplingSpec(max_tokens=max_tokens, **sampling)
-        lengths = [
-            low + (high - low) * index // max(requests - 1, 1) for index in range(requests)
-        ]
+        lengths = [low + (high - low) * index // max(requests - 1, 1) for index in range(requests)]
+        prompts = [self.prompts.take(length) for length in lengths]
         return Workload(
             requests=[
-                RequestSpec(id=f"r{index}", prompt_token_ids=self.prompts.take(length), sampling=spec)
-                for index, length in enumerate(lengths)
+                RequestSpec(
+                    id=f"r{index}",
+                    prompt_token_ids=prompt,
+                    sampling=spec,
+                    text=self.prompts.text_of(prompt),
+                )
+                for index, prompt in enumerate(prompts)
             ]
         )
 
@@ -139,7 +143,7 @@ class PreemptHarness:
                 listed.append(action)
         return PreemptionPlan(listed)
 
-    # Trials -----------------------------------------------------------------------------------------
+    # Trials -------------------------------------------------------------------------------------
 
     def run(
         self,
@@ -221,4 +225,3 @@ class PreemptHarness:
             plan=plan.encode(),
             budget={**solved.to_builtins(), "given": isinstance(budget, int)},
         )
-

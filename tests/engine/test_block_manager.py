@@ -161,9 +161,7 @@ def test_held_blocks_are_nobodys() -> None:
     blocks.check_integrity([])
 
 
-@pytest.mark.parametrize(
-    ("order", "expected"), [("fifo", [2, 3, 0, 1]), ("lifo", [1, 0, 2, 3])]
-)
+@pytest.mark.parametrize(("order", "expected"), [("fifo", [2, 3, 0, 1]), ("lifo", [1, 0, 2, 3])])
 def test_reuse_order(order: str, expected: list[int]) -> None:
     blocks = BlockManager(4, BLOCK, enable_prefix_caching=False, reuse_order=order)  # type: ignore[arg-type]
     first, second = sequence("a", PROMPT[:4]), sequence("b", PROMPT[:4])

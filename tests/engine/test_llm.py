@@ -285,4 +285,7 @@ def test_two_engines_live_side_by_side() -> None:
         for index, llm in enumerate((one, two)):
             for output in llm.step():
                 outputs[index] = output["token_ids"]  # type: ignore[assignment]
-    assert outputs == [reference_generate([1, 2, 3], 12, 64), reference_generate([1, 2, 3], 12, 200)]
+    assert outputs == [
+        reference_generate([1, 2, 3], 12, 64),
+        reference_generate([1, 2, 3], 12, 200),
+    ]

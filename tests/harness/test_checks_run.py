@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -90,3 +92,26 @@ def test_findings_document_explains_every_code_and_no_other() -> None:
 def test_every_code_belongs_to_the_check_it_names() -> None:
     prefixes = {"kvsan", "tok", "del", "acc", "prog", "work", "crash"}
     assert {code.value.split("-")[0].lower() for code in Code} == prefixes
+
+
+def test_kvsan_without_the_schedulers_view_says_so_and_judges_contents() -> None:
+    record = run_fake(make_workload([6, 9, 7], max_tokens=12), num_blocks=8)
+    hidden = {"BlocksAllocated", "BlocksFreed"}
+    observed = [name for name in record.header.observed if name not in hidden]
+    record.header = msgspec.structs.replace(record.header, observed=observed)
+    report = run_checks(record, ["kvsan"])
+    assert report.findings == ()
+    assert report.not_observable == {
+        "kvsan/ownership": "fake does not show BlocksAllocated, BlocksFreed"
+    }
+    assert report.counted["kvsan/contents: rows judged"] > 0
+
+
+def test_checks_load_neither_torch_nor_an_engine() -> None:
+    program = (
+        "import sys, preempt_harness.checks, preempt_harness.situations; "
+        "sys.exit(bool({'torch', 'numpy', 'preempt_engine'} & set(sys.modules)))"
+    )
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, check=False)
+    assert done.returncode == 0
