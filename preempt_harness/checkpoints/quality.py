@@ -101,7 +101,12 @@ def measure_quality(path: Path) -> Quality:
         _, bfloat16 = _measure_gaps(_load(path, "bfloat16"), prompts)
         corruption = measure_corruption(
             model,
-            [(ids[0], ids[1]) for ids in prompts if ids.shape[1] in CORRUPTED_LENGTHS],
+            [
+                (ids[row], ids[row + 1])
+                for ids in prompts
+                if ids.shape[1] in CORRUPTED_LENGTHS
+                for row in (0, 2)
+            ],
             STARTS_PER_PROMPT,
         )
     rows = [row for ids in outputs for row in ids.tolist()]

@@ -108,12 +108,12 @@ RECIPES: Mapping[str, TinyRecipe] = {
         ),
         TinyRecipe(
             family="mistral",
-            seed=7,
+            seed=0,
             config={**_GATED, "num_attention_heads": 4, "sliding_window": None},
-            query_key_gain=1.3,
-            attention_gain=64.0,
+            query_key_gain=1.0,
+            attention_gain=16.0,
             mlp_inner_gain=8.0,
-            mlp_output_gain=6.0,
+            mlp_output_gain=40.0,
         ),
         TinyRecipe(
             family="opt",
