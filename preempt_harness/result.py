@@ -259,7 +259,7 @@ class TrialResult:
         return budget.explain()
 
     def _finding_lines(self) -> list[str]:
-        lines = [_describe(finding) for finding in self.findings[:_MAX_FINDINGS]]
+        lines = [describe(finding) for finding in self.findings[:_MAX_FINDINGS]]
         more = len(self.findings) - len(lines)
         return [*lines, f"and {more} more"] if more > 0 else lines
 
@@ -275,7 +275,8 @@ class TrialResult:
         return "\n".join(lines)
 
 
-def _describe(finding: Finding) -> str:
+def describe(finding: Finding) -> str:
+    """A finding in one line, with its place."""
     places = {
         "step": finding.step,
         "sequence": finding.sequence or finding.request,

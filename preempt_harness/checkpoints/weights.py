@@ -96,7 +96,7 @@ def _norm(recipe: TinyRecipe, name: str, normal: NDArray[np.float64]) -> NDArray
 
 def _bias(recipe: TinyRecipe, name: str, normal: NDArray[np.float64]) -> NDArray[np.float64]:
     if "q_proj" in name or "k_proj" in name:
-        return recipe.query_key_bias * recipe.query_key_gain * normal
+        return _SMALL * recipe.query_key_gain * normal
     if "fc1" in name:
         return recipe.mlp_inner_gain * (_SMALL * normal - recipe.mlp_threshold)
     return _SMALL * normal
