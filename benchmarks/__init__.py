@@ -1,1 +1,1 @@
-"""Measurements and campaigns; run one with `python -m benchmarks.NAME`. Nothing here is installed."""
+"""Benchmarks, run by hand: `python -m benchmarks.NAME` from the repository root. No test runs them."""

@@ -232,7 +232,7 @@ def _lines(counts: Counter[str], seconds: float) -> Iterator[str]:
     yield f"{seconds:.1f} s, {trials / seconds:.0f} trials/s"
     if not any(name.startswith("BAD") for name in counts):
         bound = 1 - (1 - CONFIDENCE) ** (1 / trials)
-        yield f"nothing bad in {trials}: below {bound:.2e} per trial with {CONFIDENCE:.0%} confidence"
+        yield f"nothing bad in {trials}: below {bound:.2e} a trial ({CONFIDENCE:.0%} confidence)"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from preempt_harness.checks import CHECK_NAMES, CheckOptions, CheckReport, run_c
 from preempt_harness.checks.finding import Finding
 from preempt_harness.checks.tokens import Comparison, Tolerance, compare_tokens
 from preempt_harness.record import PlanMissed, TrialRecord
-from preempt_harness.situations import classify, pairs
+from preempt_harness.situations import classify, pair_name, pairs
 from preempt_harness.summary import PreemptionNote, TrialSummary, preemption_notes
 from preempt_harness.trial import Trial
 from preempt_harness.verdict import Verdict, decide
@@ -212,7 +212,7 @@ class TrialResult:
             compared=self._compared(),
             findings=[str(finding.code) for finding in self.findings],
             not_observable=dict(self.report.not_observable),
-            pairs=sorted(str(pair) for pair in pairs(classify(self.record))),
+            pairs=sorted(pair_name(pair) for pair in pairs(classify(self.record))),
             replay=replay.encode(self.trial),
             seconds=round(self.seconds, 4),
             texts=[

@@ -243,10 +243,10 @@ def _decode(session: Session, batches: Sequence[Workload]) -> dict[str, RequestR
                     "Repair the adapter's admission model first.",
                 )
     results = session.results()
-    for request, result in results.items():
+    for name, result in results.items():
         if result.error or not result.finished:
             raise CalibrationError(
-                f"Request {request} of the calibration failed: {result.error or 'unfinished'}.",
+                f"Request {name} of the calibration failed: {result.error or 'unfinished'}.",
                 "Run the suite with this model first.",
             )
     return results

@@ -1,6 +1,6 @@
-"""Whole trials from a seed: settings, workload, budget and plan that suit an engine. No engine runs.
+"""Whole trials from a seed: settings, workload, budget and plan that suit an engine.
 
-The generators aim (see `preempt_harness.generators`); this module combines them with settings and
+No engine runs here. The generators aim (see `preempt_harness.generators`); this module combines them with settings and
 plans. The same seed gives the same trial.
 """
 
