@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 
-def paired(
-    variants: Mapping[str, Callable[[], float]], repeats: int
-) -> dict[str, list[float]]:
+def paired(variants: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
     """Measure every variant once per repeat, in alternating order, so that drift hits all alike.
 
     Args:

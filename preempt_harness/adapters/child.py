@@ -48,11 +48,12 @@ class Reply(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class RemoteError(msgspec.Struct, frozen=True):
-    """An exception in the child, as text."""
+    """An exception in the child, as text; `advice` where it is an error of the harness."""
 
     kind: str
     message: str
     traceback: str
+    advice: str = ""
 
 
 class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -76,13 +77,15 @@ class EngineProcessError(Exception):
         kind: the exception's name, or "signal", "exit", "hang".
         message: what happened.
         traceback: of the child, as far as it is known.
+        advice: what to do about it, where that is known.
     """
 
-    def __init__(self, kind: str, message: str, traceback: str) -> None:
-        super().__init__(message)
+    def __init__(self, kind: str, message: str, traceback: str, advice: str = "") -> None:
+        super().__init__(f"{message} {advice}" if advice else message)
         self.kind = kind
         self.message = message
         self.traceback = traceback
+        self.advice = advice
 
 
 class ChildHost:
@@ -109,14 +112,20 @@ class ChildHost:
         """Open a session in the child, starting one if there is none.
 
         Raises:
+            UnsupportedTrialError: the engine says that it cannot honour the settings.
             EngineProcessError: the engine could not be built.
         """
+        from preempt_harness.trial import UnsupportedTrialError  # imports this module
+
         if self._process is None:
             self._start()
         try:
             reply = self.ask(Call(method="open", settings=settings), START_TIMEOUT_S)
-        except EngineProcessError:
+        except EngineProcessError as error:
             self.close()  # whatever half an engine left behind
+            if error.kind == UnsupportedTrialError.__name__:
+                raise UnsupportedTrialError(error.message, error.advice) from None
+            error.add_note(f"In the engine's process:\n{error.traceback}")
             raise
         assert reply.info is not None
         return ChildSession(self, reply.info)
@@ -156,7 +165,7 @@ class ChildHost:
             self.close()
             raise
         if reply.error is not None:
-            raise EngineProcessError(reply.error.kind, reply.error.message, reply.error.traceback)
+            raise EngineProcessError(**msgspec.structs.asdict(reply.error))
         return reply
 
     def _receive(self, call: Call, wait_s: float) -> Reply:

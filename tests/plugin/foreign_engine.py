@@ -200,6 +200,8 @@ class ForeignEngine:
         rows = []
         while self.waiting and budget and len(self.running) < self.max_running:
             sequence = min(self.waiting, key=lambda item: item.arrival)
+            if self.bug == "idle" and sequence.num_preemptions:
+                break
             hits = self._find_prefix(sequence)
             needed = self._missing(sequence, len(sequence.token_ids)) - len(hits)
             revived = sum(block in self.cached for block in hits)
