@@ -104,7 +104,7 @@ class EmbeddedSession:
         self._outputs: dict[str, RequestOutput] = {}
         self._unfinished: set[str] = set()
         self.info = SessionInfo(
-            config=config,
+            config={**config, **_placement(self.llm)},
             block_size=self.llm.config.block_size,
             num_blocks=self.llm.num_kv_blocks,
             vocab_size=self.llm.vocab_size,
@@ -218,6 +218,19 @@ def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[st
         "dtype": settings.dtype,
         **options,
     }
+
+
+def _placement(llm: LLM) -> dict[str, str]:
+    """What "auto" became: the tolerance for near ties depends on it."""
+    if llm.config.is_exact:
+        return {}
+    from preempt_engine.models.config import ModelConfig
+    from preempt_engine.worker.model_runner import choose_device, choose_dtype
+
+    device = choose_device(llm.config.device)
+    model = ModelConfig.from_directory(Path(llm.config.model))
+    dtype = str(choose_dtype(llm.config.dtype, model, device)).removeprefix("torch.")
+    return {"dtype": dtype, "device": device.type}
 
 
 def _model_path(settings: EngineSettings) -> Path:
