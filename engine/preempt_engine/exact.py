@@ -270,9 +270,7 @@ class ReferenceSequence:
         num_ranks: tensor parallel size.
     """
 
-    def __init__(
-        self, token_ids: Iterable[int] = (), salt: int = 0, *, num_ranks: int = 1
-    ) -> None:
+    def __init__(self, token_ids: Iterable[int] = (), salt: int = 0, *, num_ranks: int = 1) -> None:
         self._salts = range(salt, salt + num_ranks)
         self._previous = [_ROOT] * num_ranks
         self._totals = [0] * num_ranks

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from preempt_harness import record
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.embedded_observer import RecordingObserver
 from preempt_harness.adapters.protocol import EngineSettings, KnownIssue, SessionInfo
@@ -27,7 +26,6 @@ class EmbeddedAdapter:
     name = "embedded"
     capabilities = protocol.CAPABILITIES - {
         protocol.SWAP,
-        protocol.TENSOR_PARALLEL,
         protocol.PRIORITY,
     }
     models = (
@@ -94,7 +92,7 @@ class EmbeddedSession:
             vocab_size=self.llm.vocab_size,
             num_ranks=self.llm.config.tensor_parallel_size,
             versions=_versions(exact=self.llm.config.is_exact),
-            observed=list(self._observer.event_names),
+            observed=_observed(self._observer, self.llm.config.tensor_parallel_size),
             batch_invariant=self.llm.config.is_exact or self.llm.config.deterministic,
             max_total_tokens=self.llm.max_total_tokens,
         )
@@ -182,6 +180,11 @@ _SAMPLING_FIELDS = (
     "stop_token_ids",
     "logprobs",
 )
+
+
+def _observed(observer: RecordingObserver, num_ranks: int) -> list[str]:
+    """Names of the events that are seen; a single rank is sent no message."""
+    return [*observer.event_names, *(["StepSent"] if num_ranks > 1 else [])]
 
 
 def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class WorkerGroup:
                     self._workers[rank].channel, selectors.EVENT_READ, self._workers[rank]
                 )
         except BaseException:
-            self._end("could not be started")
+            self._end("they could not be started.")
             raise
 
     @property
@@ -84,7 +84,7 @@ class WorkerGroup:
         """
         if self._why_unusable is not None:
             raise EngineClosedError(
-                f"The workers of this engine are gone: {self._why_unusable}.", "Build a new LLM."
+                f"The workers of this engine are gone: {self._why_unusable}", "Build a new LLM."
             )
         frame = make_frame(kind, body)
         for worker in self._workers:
@@ -115,7 +115,9 @@ class WorkerGroup:
                     self._fail_silent([r for r in range(self.size) if r not in bodies], doing)
                 self._exchange(remaining)
         except BaseException as error:
-            self._end(getattr(error, "message", type(error).__name__))
+            self._end(
+                error.message if isinstance(error, EngineError) else f"{type(error).__name__}."
+            )
             raise
         return [bodies[rank] for rank in range(self.size)]
 
@@ -129,7 +131,7 @@ class WorkerGroup:
                 if remaining <= 0:
                     break
                 self._exchange(remaining)
-        self._end("it was closed")
+        self._end("it was closed.")
 
     # Inside -------------------------------------------------------------------------------------
 
@@ -170,7 +172,9 @@ class WorkerGroup:
                 self._fail(worker, frame, bodies)
         return len(bodies) == self.size
 
-    def _fail(self, worker: WorkerProcess, frame: Frame | None, bodies: dict[int, bytes]) -> NoReturn:
+    def _fail(
+        self, worker: WorkerProcess, frame: Frame | None, bodies: dict[int, bytes]
+    ) -> NoReturn:
         """Raise what is to be said of this rank, or of the one that caused its trouble."""
         error = _error_of(worker, frame)
         deadline = time.monotonic() + _SETTLE_S
@@ -215,9 +219,12 @@ _COLLECTIVES = "communicator.py"
 def _error_of(worker: WorkerProcess, frame: Frame | None) -> EngineError:
     """What happened to a rank that sent no proper answer; `frame` is None if it sent nothing."""
     if frame is None:
+        how = worker.exit_text()
         return WorkerDiedError(
-            f"Rank {worker.rank}, process {worker.process.pid}, {worker.exit_text()}.",
-            "SIGKILL is how the system frees memory; for the rest see its output on stderr.",
+            f"Rank {worker.rank}, process {worker.process.pid}, {how}.",
+            "The system does that when memory runs out; see its log."
+            if "SIGKILL" in how
+            else "See what it wrote to stderr.",
             worker.rank,
             worker.read_stacks(),
         )
@@ -231,9 +238,10 @@ def _error_of(worker: WorkerProcess, frame: Frame | None) -> EngineError:
 
 def _error_from(rank: int, failed: Failed) -> EngineError:
     """A rank's exception, as one of the engine's own."""
+    what = f"{failed.kind}: {failed.message}" if failed.message else failed.kind
     if failed.out_of_memory:
         return WorkerOutOfMemoryError(
-            f"Rank {rank} ran out of memory: {failed.kind}: {failed.message}.",
+            f"Rank {rank} ran out of memory ({what}).",
             "Lower num_kv_blocks, max_num_batched_tokens or the memory settings.",
             rank,
             failed.traceback,
@@ -247,7 +255,7 @@ def _error_from(rank: int, failed: Failed) -> EngineError:
         error.add_note(f"Traceback of rank {rank}:\n{failed.traceback}")
         return error
     return WorkerFailedError(
-        f"Rank {rank} raised {failed.kind}: {failed.message}.",
+        f"Rank {rank} raised {what}.",
         "Its traceback is below.",
         rank,
         failed.traceback,

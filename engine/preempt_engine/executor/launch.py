@@ -25,7 +25,7 @@ _BOOTSTRAP = (
     "import sys; sys.path[:] = sys.argv[4:]; "
     "from preempt_engine.executor.worker_process import main; main(*map(int, sys.argv[1:4]))"
 )
-_STACK_DUMP_S = 1.0
+_STACK_DUMP_S = 0.5
 _REAP_S = 5.0
 
 
@@ -95,7 +95,7 @@ def start_worker(rank: int, environment: dict[str, str], inherited: Sequence[int
         inherited: more file descriptors that stay open in the worker, under the same numbers.
     """
     ours, theirs = socket.socketpair()
-    stacks = tempfile.TemporaryFile(buffering=0)
+    stacks = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - lives as long as the process
     try:
         process = subprocess.Popen(
             [

@@ -224,7 +224,7 @@ class StepDone:
 
 
 def encode_step_done(done: StepDone) -> bytes:
-    """The body of a STEP_DONE frame. The share is of any size, which MessagePack's strings are not."""
+    """The body of a STEP_DONE frame; the share stands apart, for MessagePack ends at 4 GiB."""
     reports = msgspec.msgpack.encode(done.reports) if done.reports else b""
     return _STEP_DONE.pack(done.step_id, len(done.share)) + done.share + reports
 

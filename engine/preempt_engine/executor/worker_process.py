@@ -88,11 +88,13 @@ def describe_failure(error: BaseException) -> Failed:
         or type(error).__name__ == "OutOfMemoryError"
         or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
     )
-    engine_error = isinstance(error, EngineError)
+    message, advice = str(error), ""
+    if isinstance(error, EngineError):
+        message, advice = error.message, error.advice
     return Failed(
         kind=type(error).__name__,
-        message=error.message if engine_error else str(error),
-        advice=error.advice if engine_error else "",
+        message=message,
+        advice=advice,
         traceback="".join(traceback.format_exception(error)),
         out_of_memory=out_of_memory,
     )
@@ -162,4 +164,3 @@ class Worker:
 
     def _send(self, kind: MessageKind, body: bytes) -> None:
         self._socket.sendall(make_frame(kind, body))
-

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from preempt_engine.errors import ConfigError
 
-
 # What does not change which token a greedy choice takes.
 _GREEDY_IGNORES = frozenset(
     {

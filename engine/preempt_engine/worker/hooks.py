@@ -1,4 +1,4 @@
-"""`worker_hooks`: functions that a test or a harness has run in every rank, before the first step."""
+"""`worker_hooks`: functions that a test or a harness has run in every rank, before any step."""
 
 from __future__ import annotations
 
