@@ -35,7 +35,6 @@ class ExactRunner:
         self.eos_token_ids = frozenset({EOS_TOKEN_ID})
         self.observer: EngineObserver | None = None
         self.rank = rank
-        self._block_size = config.block_size
         self.state = WorkerState(config.block_size)
         self._cache = ExactCache(self.num_kv_blocks, config.block_size, salt=rank)
 
@@ -80,7 +79,7 @@ class ExactRunner:
         self._cache.slots = []
 
     def _slots(self, item: ScheduledSequence, sequence: WorkerSequence) -> list[int]:
-        size = self._block_size
+        size = self.state.block_size
         table = sequence.block_table
         return [table[p // size] * size + p % size for p in range(item.start, item.end)]
 

@@ -52,6 +52,9 @@ class WorkerState:
             sequence = self.sequences[item.key]
             sequence.token_ids.extend(item.new_token_ids)
             sequence.block_table.extend(item.new_block_ids)
+        if step.state_check is not None:
+            self._compare(step, step.state_check)
+        for item, sequence in self.rows(step):
             assert len(sequence.token_ids) >= item.end, (
                 f"sequence {item.key}: the step computes up to {item.end}, "
                 f"the worker knows {len(sequence.token_ids)} tokens"
@@ -61,8 +64,6 @@ class WorkerState:
                 f"{len(sequence.block_table)} blocks of {self.block_size}"
             )
 
-        if step.state_check is not None:
-            self._compare(step, step.state_check)
 
     def rows(self, step: SchedulerOutput) -> Iterator[tuple[ScheduledSequence, WorkerSequence]]:
         """The scheduled sequences with this worker's copy of each, in row order."""
