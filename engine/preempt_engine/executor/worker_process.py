@@ -6,6 +6,7 @@ what its runner needs and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import select
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 18
 
 
+class DriverGoneError(Exception):
+    """The driver's end of the socket is closed. (A runner's own `ConnectionError` is no such.)"""
+
+
 def main(rank: int, socket_fd: int, stacks_fd: int) -> None:
     """Entry point of the process; does not return.
 
@@ -58,9 +63,12 @@ def main(rank: int, socket_fd: int, stacks_fd: int) -> None:
     code = 0
     try:
         Worker(rank, sock).serve()
+    except DriverGoneError:  # nobody is left to be told
+        code = 1
     except BaseException as error:
         code = 1
-        sock.sendall(make_frame(MessageKind.FAILED, encode_body(describe_failure(error))))
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(make_frame(MessageKind.FAILED, encode_body(describe_failure(error))))
     # Not through the interpreter's teardown, which may wait for threads of libraries.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -119,6 +127,7 @@ class Worker:
         """Build the runner, then take steps until told to close.
 
         Raises:
+            DriverGoneError: the driver's end of the socket is closed.
             Exception: whatever the runner raises, and WireProtocolError.
         """
         runner, codec = self._start(decode_body(self._receive().body, Init))
@@ -156,11 +165,17 @@ class Worker:
 
     def _receive(self) -> Frame:
         while (frame := self._buffer.next_frame()) is None:
-            data = self._socket.recv(_CHUNK)
+            try:
+                data = self._socket.recv(_CHUNK)
+            except ConnectionError as error:
+                raise DriverGoneError from error
             if not data:
-                os._exit(1)
+                raise DriverGoneError
             self._buffer.feed(data)
         return frame
 
     def _send(self, kind: MessageKind, body: bytes) -> None:
-        self._socket.sendall(make_frame(kind, body))
+        try:
+            self._socket.sendall(make_frame(kind, body))
+        except ConnectionError as error:
+            raise DriverGoneError from error
