@@ -7,6 +7,7 @@ applies what came out. Tokens are applied in `update` and nowhere else.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -515,16 +516,17 @@ def _build(config: EngineConfig) -> tuple[Executor, EngineConfig, Tokenizer | No
     """The executor and the tokenizer of a configuration, and it with paths resolved."""
     if config.is_exact:
         return _build_executor(config), config, _exact_tokenizer(config)
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
+    if importlib.util.find_spec("torch") is None:  # not imported here: workers may be who needs it
         raise ConfigError(
             f"model={config.model!r} needs torch, which is not installed.",
             'Install it with: pip install "preempt-harness[engine]".',
-        ) from error
-    from preempt_engine.models.config import resolve_model
+        )
+    from preempt_engine.models.config import ModelConfig, resolve_model
+    from preempt_engine.models.sharding import ModelShard
 
     config = dataclasses.replace(config, model=str(resolve_model(config.model)))
+    # Refuse what cannot be divided before any worker starts.
+    ModelShard.of(ModelConfig.from_directory(config.model), 0, config.tensor_parallel_size)
     tokenizer = None if config.skip_tokenizer_init else HFTokenizer(_tokenizer_path(config))
     return _build_executor(config), config, tokenizer
 

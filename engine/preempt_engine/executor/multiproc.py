@@ -26,9 +26,6 @@ from preempt_engine.executor.wire import (
 from preempt_engine.observer import EngineObserver
 from preempt_engine.step import LogitsBatch, SchedulerOutput
 
-# Ranks live on one machine: gloo need not ask which interface leads to the others.
-_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo"}
-
 
 @dataclass(slots=True, frozen=True)
 class SentStep:
@@ -135,7 +132,8 @@ class MultiprocExecutor:
         store_fd = -1 if config.is_exact else os.memfd_create("preempt-engine-store")
         inherited = () if config.is_exact else (store_fd,)
         try:
-            self._group = WorkerGroup(config.tensor_parallel_size, _ENVIRONMENT, inherited)
+            size = config.tensor_parallel_size
+            self._group = WorkerGroup(size, _environment(size), inherited)
             self._group.broadcast(MessageKind.INIT, encode_body(Init(config, store_fd)))
             limit_s = config.worker_start_timeout_s
             bodies = self._group.gather(MessageKind.READY, limit_s, f"starting ({limit_s:g} s)")
@@ -151,3 +149,14 @@ class MultiprocExecutor:
                     "All ranks must see the same checkpoint; set num_kv_blocks if memory differs.",
                 )
         return answers[0]
+
+
+def _environment(num_ranks: int) -> dict[str, str]:
+    """What the libraries of a rank should know, unless the user has said otherwise."""
+    num_cores = len(os.sched_getaffinity(0))
+    return {
+        # Ranks live on one machine: gloo need not ask which interface leads to the others.
+        "GLOO_SOCKET_IFNAME": "lo",
+        # Every rank would take all cores.
+        "OMP_NUM_THREADS": str(max(1, num_cores // num_ranks)),
+    }

@@ -22,6 +22,12 @@ def build_runner(config: EngineConfig, rank: int = 0, store_fd: int = -1) -> Run
         from preempt_engine.worker.exact_runner import ExactRunner
 
         return ExactRunner(config, rank)
-    from preempt_engine.worker.model_runner import ModelRunner
+    from preempt_engine.worker.model_runner import ModelRunner, choose_device
 
-    return ModelRunner(config)
+    size = config.tensor_parallel_size
+    if size == 1:
+        return ModelRunner(config)
+    from preempt_engine.worker.communicator import ProcessGroup
+
+    device = choose_device(config.device, rank, size)
+    return ModelRunner(config, parallel=ProcessGroup(rank, size, store_fd, device))

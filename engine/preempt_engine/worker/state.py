@@ -64,7 +64,6 @@ class WorkerState:
                 f"{len(sequence.block_table)} blocks of {self.block_size}"
             )
 
-
     def rows(self, step: SchedulerOutput) -> Iterator[tuple[ScheduledSequence, WorkerSequence]]:
         """The scheduled sequences with this worker's copy of each, in row order."""
         for item in step.scheduled:
