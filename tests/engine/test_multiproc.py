@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from preempt_engine import LLM, SamplingParams
 from preempt_engine.errors import (
     ConfigError,

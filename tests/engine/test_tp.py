@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from preempt_engine import LLM, SamplingParams
 from preempt_engine.exact import ExactCache, combine_digests, reference_generate
 from preempt_engine.observer import EngineObserver
 from preempt_engine.step import SequenceKey
-
 from preempt_harness.adapters.embedded import EmbeddedAdapter
 from preempt_harness.adapters.protocol import TENSOR_PARALLEL, EngineSettings
 from preempt_harness.record import Computed, StepSent

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from preempt_engine.config import EngineConfig
 from preempt_engine.errors import WireProtocolError
 from preempt_engine.executor.shares import ModelShares, select_share_codec
