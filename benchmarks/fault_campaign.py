@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
 from preempt_engine import LLM, SamplingParams
 from preempt_engine.errors import (
     WorkerDiedError,

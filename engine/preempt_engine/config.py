@@ -107,6 +107,8 @@ class EngineConfig:
             raise ConfigError(f"seed={self.seed!r} is not an integer.", "Give an integer.")
         for name in ("worker_timeout_s", "worker_start_timeout_s"):
             _check_seconds(name, getattr(self, name))
+        if isinstance(self.worker_hooks, list):  # as plain data, from a file, has it
+            object.__setattr__(self, "worker_hooks", tuple(self.worker_hooks))
         _check_worker_hooks(self.worker_hooks)
 
     @property

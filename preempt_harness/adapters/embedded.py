@@ -103,13 +103,13 @@ class EmbeddedSession:
         self._outputs: dict[str, RequestOutput] = {}
         self._unfinished: set[str] = set()
         self.info = SessionInfo(
-            config=config,
+            config={**config, **_placement(self.llm)},
             block_size=self.llm.config.block_size,
             num_blocks=self.llm.num_kv_blocks,
             vocab_size=self.llm.vocab_size,
             num_ranks=self.llm.config.tensor_parallel_size,
             versions=_versions(exact=self.llm.config.is_exact),
-            observed=_observed(self._observer, self.llm.config.tensor_parallel_size),
+            observed=_observed(self._observer.event_names, self.llm.config.tensor_parallel_size),
             batch_invariant=self.llm.config.is_exact or self.llm.config.deterministic,
             max_total_tokens=self.llm.max_total_tokens,
         )
@@ -199,9 +199,9 @@ _SAMPLING_FIELDS = (
 )
 
 
-def _observed(observer: RecordingObserver, num_ranks: int) -> list[str]:
+def _observed(event_names: Sequence[str], num_ranks: int) -> list[str]:
     """Names of the events that are seen; a single rank is sent no message."""
-    return [*observer.event_names, *(["StepSent"] if num_ranks > 1 else [])]
+    return [*event_names, *(["StepSent"] if num_ranks > 1 else [])]
 
 
 def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[str, Any]:
@@ -222,6 +222,19 @@ def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[st
         "dtype": settings.dtype,
         **options,
     }
+
+
+def _placement(llm: LLM) -> dict[str, str]:
+    """What "auto" became: the tolerance for near ties depends on it."""
+    if llm.config.is_exact:
+        return {}
+    from preempt_engine.models.config import ModelConfig
+    from preempt_engine.worker.model_runner import choose_device, choose_dtype
+
+    device = choose_device(llm.config.device)
+    model = ModelConfig.from_directory(Path(llm.config.model))
+    dtype = str(choose_dtype(llm.config.dtype, model, device)).removeprefix("torch.")
+    return {"dtype": dtype, "device": device.type}
 
 
 def _model_path(settings: EngineSettings) -> Path:

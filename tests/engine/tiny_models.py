@@ -10,6 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+<<<<<<< HEAD
+=======
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+>>>>>>> main
 from preempt_engine.config import EngineConfig
 from preempt_engine.observer import EngineObserver
 from preempt_engine.step import ScheduledSequence, SchedulerOutput, SequenceKey
