@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preempt_engine.detokenizer import IncrementalDetokenizer, TextDecoder
-from preempt_engine.tokenizer import ExactTokenizer, HFTokenizer, Tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from preempt_engine.detokenizer import IncrementalDetokenizer, TextDecoder
+from preempt_engine.tokenizer import ExactTokenizer, HFTokenizer, Tokenizer
 
 CORPUS = ["the cat sat on the mat.", "naïve “漢字” 😀🎉 e\u0301", "\ufffd and \x00", "the 漢"] * 4
 

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import preempt_engine
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+import preempt_engine
 from preempt_engine.sampling.noise import (
     TOKEN_CHOICE,
     derive_seed,

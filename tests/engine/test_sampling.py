@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import preempt_engine
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+
+import preempt_engine
 from preempt_engine.errors import InfeasibleRequestError, NonFiniteLogitsError
 from preempt_engine.sampling.logprobs import largest_ids, score_rows, top_logprobs
 from preempt_engine.sampling.noise import TOKEN_CHOICE, gumbel, uniform_noise

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
 from preempt_engine.errors import InfeasibleRequestError, ModelNotFoundError
 from preempt_engine.tokenizer import ExactTokenizer, HFTokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 
 @given(st.integers(32, 256), st.data())

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-<<<<<<< HEAD
-=======
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -22,20 +20,10 @@ from transformers import (
     Qwen3Config,
 )
 
->>>>>>> main
 from preempt_engine.config import EngineConfig
 from preempt_engine.observer import EngineObserver
 from preempt_engine.step import ScheduledSequence, SchedulerOutput, SequenceKey
 from preempt_engine.worker.model_runner import ModelRunner
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    OPTConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 160,
