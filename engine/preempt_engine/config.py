@@ -107,8 +107,6 @@ class EngineConfig:
             raise ConfigError(f"seed={self.seed!r} is not an integer.", "Give an integer.")
         for name in ("worker_timeout_s", "worker_start_timeout_s"):
             _check_seconds(name, getattr(self, name))
-        if isinstance(self.worker_hooks, list):  # as plain data, from a file, has it
-            object.__setattr__(self, "worker_hooks", tuple(self.worker_hooks))
         _check_worker_hooks(self.worker_hooks)
 
     @property
@@ -127,6 +125,9 @@ class EngineConfig:
         for name in kwargs:
             if name not in known:
                 raise ConfigError(f"LLM has no argument {name!r}.", _suggest(name, known))
+        hooks = kwargs.get("worker_hooks")
+        if isinstance(hooks, list):  # as plain data from a file has it
+            kwargs = kwargs | {"worker_hooks": tuple(hooks)}
         return cls(model=model, **kwargs)
 
 
