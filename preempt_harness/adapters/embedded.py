@@ -29,7 +29,6 @@ class EmbeddedAdapter:
     name = "embedded"
     capabilities = protocol.CAPABILITIES - {
         protocol.SWAP,
-        protocol.TENSOR_PARALLEL,
         protocol.PRIORITY,
     }
     models: tuple[str, ...] = (
@@ -110,7 +109,7 @@ class EmbeddedSession:
             vocab_size=self.llm.vocab_size,
             num_ranks=self.llm.config.tensor_parallel_size,
             versions=_versions(exact=self.llm.config.is_exact),
-            observed=list(self._observer.event_names),
+            observed=_observed(self._observer.event_names, self.llm.config.tensor_parallel_size),
             batch_invariant=self.llm.config.is_exact or self.llm.config.deterministic,
             max_total_tokens=self.llm.max_total_tokens,
         )
@@ -198,6 +197,11 @@ _SAMPLING_FIELDS = (
     "stop_token_ids",
     "logprobs",
 )
+
+
+def _observed(event_names: Sequence[str], num_ranks: int) -> list[str]:
+    """Names of the events that are seen; a single rank is sent no message."""
+    return [*event_names, *(["StepSent"] if num_ranks > 1 else [])]
 
 
 def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[str, Any]:
