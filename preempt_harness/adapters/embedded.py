@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -136,6 +136,10 @@ class EmbeddedSession:
         for output in self.llm.step():
             self._take(output)
         return self._observer.take_events()
+
+    def stream_to(self, sink: Callable[[Sequence[AnyEvent]], None]) -> None:
+        """Hand events over before each step is launched."""
+        self._observer.sink = sink
 
     def unfinished(self) -> bool:
         """True while a request has not ended."""

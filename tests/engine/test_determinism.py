@@ -103,7 +103,7 @@ def _run_mixed(runner: ModelRunner, draw: st.DataObject) -> dict[str, list[Row]]
     return rows
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     data=st.data(),
     family=st.sampled_from(["qwen3", "mistral-window", "opt"]),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from preempt_harness import replay
-from tests.plugin.conftest import SOURCE_PATHS, RunPytest
+from tests.plugin.conftest import ROOT, SOURCE_PATHS, RunPytest
 
 HOOK = """
 from tests.plugin.foreign_adapter import {imports}
@@ -139,14 +139,17 @@ def test_an_adapter_by_entry_point_is_the_default_engine(
     assert "2 trials on foreign/toy: 2 EQUAL" in completed.stdout
 
 
-@WITH_XDIST
-def test_the_suite_that_ships_runs_on_it(
-    run_pytest: RunPytest, tmp_path: Path, arguments: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("by", ["hook", "entry-point-and-xdist"])
+def test_the_suite_that_ships_runs_on_it(run_pytest: RunPytest, tmp_path: Path, by: str) -> None:
     """A part of it, to be quick; what the engine cannot do is skipped and counted."""
-    path = register(tmp_path, foreign="ForeignAdapter")
+    path, arguments = os.pathsep.join(SOURCE_PATHS), ["-p", "preempt_harness"]
+    if by == "hook":
+        write_hook(tmp_path, "ForeignAdapter")
+    else:
+        path = register(tmp_path, foreign="ForeignAdapter")
+        arguments += ["-p", "xdist.plugin", "-n", "2"]
     completed = run_pytest(
-        *("-p", "preempt_harness", *arguments, "--pyargs", "preempt_harness.suite"),
+        *(*arguments, "--pyargs", "preempt_harness.suite"),
         *("-k", "test_neighbours or test_infeasible"),
         PYTHONPATH=path,
     )
@@ -279,3 +282,43 @@ def test_the_printed_replay_repeats_the_trial_in_every_worker(
     workers = [(tmp_path / f"digests-gw{number}").read_text().split() for number in range(2)]
     assert sum(map(len, workers)) == 6
     assert {digest for worker in workers for digest in worker} == {first}
+
+
+MY_ENGINE = """
+from tests.plugin.foreign_engine import VOCAB_SIZE, ForeignEngine
+
+class Engine:
+    def __init__(self, num_blocks, block_size):
+        self.engine = ForeignEngine(
+            num_blocks=num_blocks, block_size=block_size, token_budget=2048, max_running=256,
+            prefix_caching=True, listener=lambda name, fields: None,
+        )
+
+    def add(self, prompt, max_tokens):
+        name = str(len(self.engine.sequences))
+        self.engine.add(name, prompt, max_tokens)
+        return self.engine.sequences[name]
+
+    def step(self):
+        self.engine.step()
+"""
+
+
+def test_the_guides_smallest_adapter_works_as_it_is_printed(
+    run_pytest: RunPytest, tmp_path: Path
+) -> None:
+    guide = (ROOT / "docs" / "write-an-adapter.md").read_text()
+    blocks = [block.partition("```")[0] for block in guide.split("```python\n")[1:]]
+    (tmp_path / "my_engine.py").write_text(MY_ENGINE)
+    for name, block in zip(("my_adapter", "conftest", "test_mine"), blocks, strict=False):
+        (tmp_path / f"{name}.py").write_text(block)
+    for isolation in ("none", "process"):
+        completed = run_pytest("-p", "preempt_harness", "--preempt-isolation", isolation)
+        assert completed.returncode == 0, completed.stdout + completed.stderr
+        assert "1 trials on mine/toy: 1 EQUAL" in completed.stdout
+    with (tmp_path / "test_mine.py").open("a") as file:
+        file.write('    result.assert_clean(require=["kvsan"])\n')
+    completed = run_pytest("-p", "preempt_harness")
+    assert "NOT OBSERVABLE: kvsan/contents: mine does not show Arrived, Computed" in (
+        completed.stdout
+    )

@@ -25,8 +25,9 @@ from preempt_engine.layers.parallel import SingleRank, TensorParallel
 from preempt_engine.layers.row_plan import RowPlan
 from preempt_engine.models.config import ModelConfig
 
-# Measured: float32 products of MKL treat rows alike for multiples of 4, those of float64 for
-# multiples of 8; fixed pieces are for libraries that switch kernels with the number of rows.
+# Measured with MKL in float32 (torch 2.13, an AVX2 CPU, 1 and 2 threads): products of 1, 2, 3, 5,
+# 6, 7 or 9 rows give a row other bits; the multiples of 8 that were tried, up to 2048, do not.
+# Fixed pieces are for libraries that switch kernels with the number of rows.
 CANDIDATES = (
     RowPlan(8),
     RowPlan(16),
