@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from preempt_harness.adapters.embedded import EmbeddedAdapter
 from preempt_harness.adapters.protocol import EngineSettings
@@ -13,8 +14,8 @@ from preempt_harness.trial import Trial, run_trial
 from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
 
 
-def run(*hooks: str) -> TrialRecord:
-    """Four requests in a pool that holds two, on two ranks."""
+def workload() -> Workload:
+    """Four requests of which a pool of ten blocks holds two."""
     rng = random.Random(1)
     requests = [
         RequestSpec(
@@ -24,20 +25,31 @@ def run(*hooks: str) -> TrialRecord:
         )
         for index in range(4)
     ]
+    return Workload(requests=requests)
+
+
+def settings_of(*hooks: str, **changes: Any) -> EngineSettings:
+    """Two ranks. Without a prefix cache freed blocks are free at once, and poisoned."""
+    options: dict[str, Any] = {"poison": True}
+    if hooks:
+        options["worker_hooks"] = [f"benchmarks.worker_faults:{hook}" for hook in hooks]
+    settings = {
+        "num_blocks": 10,
+        "block_size": 4,
+        "max_num_batched_tokens": 9,
+        "tensor_parallel_size": 2,
+        "enable_prefix_caching": False,
+        "options": options,
+    }
+    return EngineSettings(**(settings | changes))
+
+
+def run(*hooks: str) -> TrialRecord:
     adapter = EmbeddedAdapter()
-    settings = EngineSettings(
-        num_blocks=10,
-        block_size=4,
-        max_num_batched_tokens=9,
-        tensor_parallel_size=2,
-        enable_prefix_caching=False,  # so that freed blocks are free, and poisoned
-        options={
-            "poison": True,
-            "worker_hooks": [f"benchmarks.worker_faults:{hook}" for hook in hooks],
-        },
-    )
-    trial = Trial(engine=adapter.name, settings=settings, workload=Workload(requests=requests))
-    return run_trial(trial, adapter)
+    trial = Trial(engine=adapter.name, settings=settings_of(*hooks), workload=workload())
+    record = run_trial(trial, adapter)
+    adapter.close_kept()
+    return record
 
 
 def test_clean_ranks_agree_although_each_poisons_its_own_blocks() -> None:
