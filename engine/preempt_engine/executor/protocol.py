@@ -12,6 +12,7 @@ class Runner(Protocol):
     """One rank's model: takes steps, gives logits."""
 
     num_kv_blocks: int
+    num_host_blocks: int
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
@@ -28,6 +29,7 @@ class Executor(Protocol):
     """Runs steps on all ranks. The attributes are those of every rank's runner."""
 
     num_kv_blocks: int
+    num_host_blocks: int
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]

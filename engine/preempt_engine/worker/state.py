@@ -33,12 +33,17 @@ class WorkerState:
 
     def apply(self, step: SchedulerOutput) -> None:
         """Take in a step's deltas; afterwards every scheduled sequence is complete up to `end`."""
+        for parent, child in step.forks:
+            known = self.sequences[parent]
+            self.sequences[child] = WorkerSequence(list(known.token_ids), list(known.block_table))
         for key in step.dropped:
             self.sequences.pop(key, None)
         for item in step.scheduled:
             if item.reset:
                 self.sequences[item.key] = WorkerSequence()
             sequence = self.sequences[item.key]
+            if item.num_stale_blocks:
+                del sequence.block_table[-item.num_stale_blocks :]
             sequence.token_ids.extend(item.new_token_ids)
             sequence.block_table.extend(item.new_block_ids)
             assert len(sequence.token_ids) >= item.end, (
