@@ -133,9 +133,7 @@ class ChildHost:
             raise self._hang(call, wait_s)
         reply = msgspec.json.decode(frame, type=Reply)
         if reply.error is not None:
-            raise EngineProcessError(
-                reply.error.kind, reply.error.message, reply.error.traceback
-            )
+            raise EngineProcessError(reply.error.kind, reply.error.message, reply.error.traceback)
         return reply
 
     def close(self) -> None:
@@ -152,7 +150,7 @@ class ChildHost:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
         kind = type(self._adapter)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         try:

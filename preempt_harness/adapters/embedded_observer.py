@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from preempt_engine.observer import EngineObserver, PoolView
 from preempt_engine.step import SequenceKey
-
 from preempt_harness import record
 from preempt_harness.record import AnyEvent
 
@@ -211,9 +210,7 @@ class RecordingObserver(EngineObserver):
         )
 
     def blocks_poisoned(self, step_id: int, rank: int, block_ids: Sequence[int]) -> None:
-        self._events.append(
-            record.BlocksPoisoned(step=step_id, rank=rank, blocks=list(block_ids))
-        )
+        self._events.append(record.BlocksPoisoned(step=step_id, rank=rank, blocks=list(block_ids)))
 
     def worker_copied(self, step_id: int, rank: int, pairs: Sequence[tuple[int, int]]) -> None:
         self._events.append(record.WorkerCopied(step=step_id, rank=rank, pairs=list(pairs)))

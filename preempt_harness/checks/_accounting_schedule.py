@@ -53,7 +53,8 @@ class _Preemptions:
             self._tables.allocate(event)
         elif isinstance(event, BlocksFreed):
             self._tables.free(event)
-            self._freed_in[request_of(event.seq)] = event.step
+            if request_of(event.seq) not in self._away:
+                self._freed_in[request_of(event.seq)] = event.step
         elif isinstance(event, Forked):
             self._tables.fork(event)
         elif isinstance(event, Arrived):

@@ -120,6 +120,7 @@ def _judge_livelock(
     high_water: dict[str, int] = {}
     live: dict[str, None] = {}
     stalled: set[int] = set()
+    moved_in = -1
     for event in record.events:
         rises = False
         if isinstance(event, Scheduled):
@@ -135,7 +136,8 @@ def _judge_livelock(
             rises = event.reason == "forced"
         if rises or not live:
             stalled.clear()
-        elif event.step not in exempt:
+            moved_in = event.step
+        elif event.step != moved_in and event.step not in exempt:
             stalled.add(event.step)
         if len(stalled) > bounds.stall:
             listing.report(
