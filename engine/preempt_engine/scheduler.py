@@ -330,8 +330,6 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         for sequence in request.sequences.values():
             sequence.num_steps_since_admission = 0
-            sequence.num_chunks = 0
-            sequence.num_prefill_tokens = sequence.num_tokens
         return True
 
     def _find_room(self, step: SchedulerOutput, request: Request, num_available: int) -> bool:
@@ -357,6 +355,8 @@ class Scheduler:
                 sequence.follows = True
                 leader.followers.append((sequence, len(shared) * self.config.block_size))
             self.blocks.grow(sequence, sequence.num_tokens)
+            sequence.num_prefill_tokens = sequence.num_tokens
+            sequence.num_chunks = 0
             if self.observer is not None:
                 self.observer.blocks_allocated(
                     step.step_id, sequence.key, sequence.block_table, len(shared)

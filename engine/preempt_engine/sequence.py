@@ -54,15 +54,15 @@ class Sequence:
         num_stale_blocks: entries that the workers have beyond `num_sent_blocks`, to be cut off.
         known_to_workers: False before the first step and after a preemption by recompute.
         max_computed_tokens: highest `num_computed_tokens` so far; below it is recomputation.
-        num_prefill_tokens: tokens known at the last admission, all of them to be (re)computed.
-        num_chunks: steps that computed a part of those since the last admission.
-        num_steps_since_admission: steps since the last admission.
+        num_prefill_tokens: tokens known when the present prefill began.
+        num_chunks: steps that computed a part of those; a swap does not begin a new prefill.
+        num_steps_since_admission: steps since the last admission, or swap-in.
     """
 
     key: SequenceKey
     token_ids: list[int]
     num_prompt_tokens: int
-    first_wanted_logits: int
+    first_wanted_logits: int = 0
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     swapped_table: list[int] = field(default_factory=list)
