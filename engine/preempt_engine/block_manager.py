@@ -120,7 +120,7 @@ class BlockManager:
             if growth > 0:
                 num_blocks += growth
             index = sequence.num_computed_tokens // size
-            if index < len(table) and ref_counts[table[index]] > 1:
+            if index < len(table) and ref_counts[table[index]] > 1 and not sequence.followers:
                 shared.append(table[index])
         if shared:
             num_blocks += num_private_copies(shared, ref_counts)
@@ -151,14 +151,15 @@ class BlockManager:
     def copy_on_write(self, sequence: Sequence) -> tuple[int, int] | None:
         """Exchange the block of the sequence's next position for one of its own, if it is shared.
 
-        Only that block can be: those before it are full, those after it were never shared.
+        Only that block can be: those before it are full, those after it were never shared. Blocks
+        that the sequence shares with followers are its own to write.
 
         Returns:
             (shared block, new block): the step must copy the content. None if nobody shares it.
         """
         table = sequence.block_table
         index = sequence.num_computed_tokens // self.block_size
-        if index == len(table) or self.ref_counts[table[index]] == 1:
+        if index == len(table) or self.ref_counts[table[index]] == 1 or sequence.followers:
             return None
         source, target = table[index], self._take()
         self.ref_counts[source] -= 1

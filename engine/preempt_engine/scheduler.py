@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 
-from preempt_engine.admission import WaitingQueue, num_blocks_to_admit, place
+from preempt_engine.admission import Placement, WaitingQueue, num_blocks_to_admit, place
 from preempt_engine.block_manager import BlockManager
 from preempt_engine.config import EngineConfig, PreemptionMode
 from preempt_engine.observer import EngineObserver, PoolCounts, PoolState
@@ -343,25 +343,29 @@ class Scheduler:
             self.counters.num_cached_tokens += num_cached_tokens
         elif self.observer is not None:
             self.observer.resumed(step.step_id, request.request_id, num_cached_tokens)
+        for placement in placements:  # hits first: growing may evict what is not shared yet
+            self.blocks.share(placement.sequence, placement.hits)
+            placement.sequence.set_computed(len(placement.hits) * self.config.block_size)
         for placement in placements:
-            sequence, leader = placement.sequence, placement.leader
-            if leader is None:
-                shared = placement.hits
-                self.blocks.share(sequence, shared)
-                sequence.set_computed(len(shared) * self.config.block_size)
-            else:
-                shared = leader.block_table[: placement.num_leader_blocks]
-                self.blocks.share(sequence, shared)
-                sequence.follows = True
-                leader.followers.append((sequence, len(shared) * self.config.block_size))
-            self.blocks.grow(sequence, sequence.num_tokens)
-            sequence.num_prefill_tokens = sequence.num_tokens
-            sequence.num_chunks = 0
-            if self.observer is not None:
-                self.observer.blocks_allocated(
-                    step.step_id, sequence.key, sequence.block_table, len(shared)
-                )
+            self._build_table(step, placement)
         return True
+
+    def _build_table(self, step: SchedulerOutput, placement: Placement) -> None:
+        """Complete a table that has its hits."""
+        sequence, leader = placement.sequence, placement.leader
+        if leader is not None:
+            self.blocks.share(sequence, leader.block_table[: placement.num_leader_blocks])
+            num_tokens = placement.num_leader_blocks * self.config.block_size
+            leader.followers.append((sequence, num_tokens))
+            sequence.follows = True
+        num_shared = len(sequence.block_table)
+        self.blocks.grow(sequence, sequence.num_tokens)
+        sequence.num_prefill_tokens = sequence.num_tokens
+        sequence.num_chunks = 0
+        if self.observer is not None:
+            self.observer.blocks_allocated(
+                step.step_id, sequence.key, sequence.block_table, num_shared
+            )
 
     def _swap_in(self, step: SchedulerOutput, request: Request) -> None:
         pairs, num_shared = self.swapper.swap_in(request, step.step_id)

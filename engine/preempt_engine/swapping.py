@@ -66,7 +66,7 @@ class Swapper:
             references.update(table)
             growth += max(0, self.blocks.blocks_for(sequence.num_tokens) - len(table))
             index = sequence.num_computed_tokens // size
-            if index < len(table):
+            if index < len(table) and not (sequence.followers or sequence.follows):
                 written.append(table[index])
         return len(references) + growth + num_private_copies(written, references)
 
