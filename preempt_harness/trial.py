@@ -165,6 +165,7 @@ class _Run:
             batch_invariant=info.batch_invariant,
             vocab_size=info.vocab_size,
             num_ranks=info.num_ranks,
+            max_total_tokens=info.max_total_tokens,
         )
 
     def _take(self, events: Sequence[AnyEvent]) -> None:

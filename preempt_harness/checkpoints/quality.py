@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-PROMPT_LENGTHS = (5, 40, 120, 200)
+PROMPT_LENGTHS = (5, 100, 200)
 PROMPTS_PER_LENGTH = 8
 OUTPUT_TOKENS = 64
-CORRUPTED_LENGTHS = (40, 120, 200)
+CORRUPTED_LENGTHS = (100, 200)
 STARTS_PER_PROMPT = 16
 # Not the prompts that the recipes were searched with: those would flatter them.
 _PROMPT_SEED = 21
@@ -101,7 +101,12 @@ def measure_quality(path: Path) -> Quality:
         _, bfloat16 = _measure_gaps(_load(path, "bfloat16"), prompts)
         corruption = measure_corruption(
             model,
-            [(ids[0], ids[1]) for ids in prompts if ids.shape[1] in CORRUPTED_LENGTHS],
+            [
+                (ids[row], ids[row + 1])
+                for ids in prompts
+                if ids.shape[1] in CORRUPTED_LENGTHS
+                for row in (0, 2)
+            ],
             STARTS_PER_PROMPT,
         )
     rows = [row for ids in outputs for row in ids.tolist()]

@@ -15,7 +15,7 @@ from fake_trials import make_workload
 from preempt_harness.checks import CHECK_NAMES, Code, run_checks
 from preempt_harness.checks.finding import Finding, Listing
 from preempt_harness.checks.run import PARTS
-from preempt_harness.record import event_names
+from preempt_harness.record import RecordFormatError, event_names
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -44,6 +44,13 @@ def test_chosen_checks_only() -> None:
 def test_unknown_check_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="unknown checks: kvsam; known: crash, kvsan"):
         run_checks(run_fake(make_workload([5], max_tokens=3)), ["kvsam"])
+
+
+def test_log_whose_workload_is_none_is_refused_by_name() -> None:
+    record = run_fake(make_workload([5], max_tokens=3))
+    record.header = msgspec.structs.replace(record.header, workload={"prompts": []})
+    with pytest.raises(RecordFormatError, match="workload cannot be read"):
+        run_checks(record)
 
 
 def test_parts_need_event_types_that_exist() -> None:

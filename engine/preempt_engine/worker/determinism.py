@@ -36,7 +36,7 @@ CANDIDATES = (
 # Numbers of rows to try before padding; the token budget is added.
 _ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 31, 64, 100, 256)
 # Multiply-adds one product of the probe may cost; bounds the rows tried on a wide layer.
-_MAX_COST = 4 * 10**9
+_MAX_COST = 10**9
 
 
 @dataclass(frozen=True, slots=True)
