@@ -569,6 +569,7 @@ class LLM:
             for token in tokens:
                 builder.append(token)
             builder.completion.score = hypothesis.score
+            self.scheduler.counters.num_generated_tokens += len(tokens)
             if self.scheduler.observer is not None:
                 self.scheduler.observer.tokens_delivered(
                     step_id,

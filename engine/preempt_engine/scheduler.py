@@ -34,7 +34,7 @@ class Counters:
         num_recomputed_tokens: those of them that had been computed before.
         num_cached_tokens: prompt tokens found in the prefix cache at first admissions; what a
             preempted request finds again is not counted.
-        num_generated_tokens: tokens sampled.
+        num_generated_tokens: tokens given to users; of a beam search, those of its results.
         num_finished_requests: ended by themselves, errors included; aborted ones are not counted.
         num_copied_blocks: blocks copied because somebody writes to what others share.
         num_swapped_out_blocks, num_swapped_in_blocks: blocks copied to the host and back.
@@ -112,8 +112,7 @@ class Scheduler:
 
     def append_token(self, sequence: Sequence, token_id: int) -> None:
         """A token was chosen from the logits of the sequence's last position."""
-        assert sequence.num_computed_tokens == sequence.num_tokens
-        sequence.token_ids.append(token_id)
+        sequence.append_token(token_id)
         self.counters.num_generated_tokens += 1
 
     def fork(self, request: Request, parent: Sequence) -> Sequence:
@@ -147,7 +146,7 @@ class Scheduler:
             chosen.append(self.fork(request, parent) if branch not in continued else parent)
             continued.discard(branch)
         for sequence, (_, token_id) in zip(chosen, beams, strict=True):
-            self.append_token(sequence, token_id)
+            sequence.append_token(token_id)
             if self.observer is not None:
                 self.observer.tokens_chosen(self.next_step_id - 1, sequence.key, [token_id])
         return [sequence.key.branch for sequence in chosen]
@@ -190,7 +189,7 @@ class Scheduler:
             step.forks, self._forks = self._forks, []
             step.dropped, self._dropped = self._dropped, []
             step.poison_block_ids = self.blocks.take_blocks_to_poison()
-            self.counters.num_steps += 1
+            self.counters.num_steps += bool(step.scheduled)
             self._step_in_flight = step.step_id
         return step
 

@@ -91,6 +91,11 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
+    def append_token(self, token_id: int) -> None:
+        """The sequence goes on with a token that was chosen from its last logits."""
+        assert self.num_computed_tokens == self.num_tokens
+        self.token_ids.append(token_id)
+
     def set_computed(self, num_computed_tokens: int) -> None:
         """The one place where progress changes."""
         assert 0 <= num_computed_tokens <= self.num_tokens, (
