@@ -90,8 +90,8 @@ class Tally:
         elif isinstance(event, Finished):
             self.values["num_finished_requests"] += 1
         elif isinstance(event, WorkerCopied | WorkerSwappedOut | WorkerSwappedIn):
-            if event.rank == 0:  # every rank makes the same copies
-                self.values[_COPY_COUNTERS[type(event)]] += len(event.pairs)
+            own = 0 if event.rank else len(event.pairs)  # every rank makes the same copies
+            self.values[_COPY_COUNTERS[type(event)]] += own
 
     def _schedule(self, event: Scheduled) -> None:
         again = max(0, min(event.end, self._lost.get(event.seq, 0)) - event.start)

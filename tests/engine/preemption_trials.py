@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from exact_reference import VOCAB_SIZE, Expected, expected_outputs
 
-from preempt_engine import LLM, BeamSearchParams, CompletionOutput, SamplingParams
+from preempt_engine import LLM, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams
 from preempt_engine.observer import EngineObserver
 
 Params = SamplingParams | BeamSearchParams
@@ -152,7 +152,7 @@ def run_trial(trial: Trial) -> Outcome:
     with LLM("exact", exact_vocab_size=VOCAB_SIZE, **trial.options) as llm:
         observer = CountingObserver(llm)
         llm.set_observer(observer)
-        outputs = {}
+        outputs: dict[str, RequestOutput] = {}
         step = 0
         while step < 50 or llm.has_unfinished_requests():
             assert step < MAX_STEPS, "the engine makes no progress"
@@ -177,7 +177,7 @@ def _last_action(trial: Trial) -> int:
     return max([case.arrival_step for case in trial.cases] + list(trial.held))
 
 
-def _act(llm: LLM, trial: Trial, step: int, outputs: dict[str, Any]) -> None:
+def _act(llm: LLM, trial: Trial, step: int, outputs: dict[str, RequestOutput]) -> None:
     for index, case in enumerate(trial.cases):
         if case.arrival_step == step:
             llm.add_request(case.prompt, case.params, request_id=str(index))
