@@ -17,6 +17,7 @@ from exact_reference import VOCAB_SIZE, Expected, expected_outputs
 
 from preempt_engine import LLM, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams
 from preempt_engine.observer import EngineObserver
+from preempt_engine.step import SchedulerOutput
 
 Params = SamplingParams | BeamSearchParams
 MAX_STEPS = 5000  # far beyond the few hundred that the largest trial takes
@@ -83,7 +84,7 @@ def draw_trial(rng: Random) -> Trial:
     base = [rng.randrange(1, VOCAB_SIZE) for _ in range(5 * block_size + 1)]
     cases = [draw_case(rng, base, block_size) for _ in range(rng.randint(1, 4))]
     needed = [blocks_alone(case, block_size) for case in cases]
-    num_blocks = rng.randint(max(needed), max(max(needed), sum(needed) * 2 // 3))
+    num_blocks = max(needed) + rng.choice([0, 0, 1, sum(needed) // 3])
     widest = max(case.params.num_sequences for case in cases)
     options = {
         "block_size": block_size,
@@ -95,12 +96,12 @@ def draw_trial(rng: Random) -> Trial:
         "poison": rng.random() < 0.5,
         "watermark": rng.choice([0.0, 0.0, 0.1]),
         "preemption_mode": rng.choice(["recompute", "swap", "swap"]),
-        "swap_space_blocks": rng.choice([0, 1, num_blocks // 2, num_blocks, 4 * num_blocks]),
+        "swap_space_blocks": rng.choice([0, 1, num_blocks // 2, num_blocks, 3 * num_blocks]),
     }
     forced: dict[int, list[tuple[int, str]]] = {}
     for _ in range(rng.choice([0, 1, 2, 4, 8])):
         victim = rng.randrange(len(cases)), rng.choice(["recompute", "swap"])
-        forced.setdefault(rng.randint(1, 40), []).append(victim)
+        forced.setdefault(rng.randint(1, 20), []).append(victim)
     held = {}
     if rng.random() < 0.2:
         start = rng.randint(1, 15)
@@ -158,7 +159,7 @@ def run_trial(trial: Trial) -> Outcome:
             assert step < MAX_STEPS, "the engine makes no progress"
             _act(llm, trial, step, outputs)
             if llm.has_unfinished_requests():
-                for output in llm.step():
+                for output in step_watched(llm):
                     outputs[output.request_id] = output
                 llm.scheduler.check_integrity()
             elif step > _last_action(trial):
@@ -169,8 +170,34 @@ def run_trial(trial: Trial) -> Outcome:
             assert_as_expected(case, outputs[str(index)].outputs)
         counts = observer.counts
         counts["swapped blocks"] = llm.counters.num_swapped_out_blocks
+        counts["trials with a preemption"] = bool(llm.counters.num_preemptions)
         counts["recomputed tokens"] = llm.counters.num_recomputed_tokens
         return Outcome(counts, step)
+
+
+def step_watched(llm: LLM) -> list[RequestOutput]:
+    """One step in its three phases, with a look at what the workers are told."""
+    step = llm.schedule()
+    if step is None:
+        return []
+    assert_copies_keep_apart(llm, step)
+    return llm.update(step, llm.execute(step).result())
+
+
+def assert_copies_keep_apart(llm: LLM, step: SchedulerOutput) -> None:
+    """Nothing else in a step touches what it swaps: the copies may run at any time in it."""
+    blocks = llm.scheduler.blocks
+    written = {device for _, device in step.swap_in}
+    written |= {target for _, target in step.block_copies}
+    size = blocks.block_size
+    for item in step.scheduled:
+        table = llm.scheduler.requests[item.key.request_id].sequences[item.key.branch].block_table
+        written |= set(table[item.start // size : -(-item.end // size)])
+    sources = {device for device, _ in step.swap_out}
+    host_ends = [host for _, host in step.swap_out] + [host for host, _ in step.swap_in]
+    assert not written & sources
+    assert len(set(host_ends)) == len(host_ends)
+    assert all(blocks.ref_counts[block] or block in blocks.fenced_blocks for block in sources)
 
 
 def _last_action(trial: Trial) -> int:
