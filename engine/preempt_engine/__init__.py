@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from preempt_engine.config import EngineConfig
     from preempt_engine.llm import LLM
-    from preempt_engine.outputs import CompletionOutput, RequestOutput, TokenScore
-    from preempt_engine.sampling.params import SamplingParams
+    from preempt_engine.outputs import CompletionOutput, RequestOutput, StreamDelta, TokenScore
+    from preempt_engine.sampling.params import SamplingParams, StructuredOutputsParams
+    from preempt_engine.sampling.processors import LogitsProcessor
 
 __all__ = [
     "LLM",
     "CompletionOutput",
     "EngineConfig",
+    "LogitsProcessor",
     "RequestOutput",
     "SamplingParams",
+    "StreamDelta",
+    "StructuredOutputsParams",
     "TokenScore",
 ]
 
@@ -31,6 +35,9 @@ _HOMES = {
     "RequestOutput": "preempt_engine.outputs",
     "TokenScore": "preempt_engine.outputs",
     "SamplingParams": "preempt_engine.sampling.params",
+    "StreamDelta": "preempt_engine.outputs",
+    "StructuredOutputsParams": "preempt_engine.sampling.params",
+    "LogitsProcessor": "preempt_engine.sampling.processors",
 }
 
 

@@ -17,21 +17,26 @@ from preempt_engine.config import EngineConfig
 from preempt_engine.errors import (
     ConfigError,
     EngineClosedError,
+    EngineError,
     EngineStalledError,
     InfeasibleRequestError,
+    QueueFullError,
 )
 from preempt_engine.executor.protocol import Executor, Runner
 from preempt_engine.executor.uniproc import UniprocExecutor
 from preempt_engine.observer import EngineObserver
 from preempt_engine.output_builder import OutputBuilder
-from preempt_engine.outputs import RequestOutput, TokenScore
-from preempt_engine.sampling.logprobs import score_rows
+from preempt_engine.outputs import RequestOutput, StreamDelta, TokenScore
+from preempt_engine.sampling.history import ProcessorStates
+from preempt_engine.sampling.logprobs import score_rows, top_logprobs_of_rows
 from preempt_engine.sampling.noise import derive_seed
 from preempt_engine.sampling.params import SamplingParams
+from preempt_engine.sampling.recipes import ProcessorRecipe, RecipeBook
 from preempt_engine.sampling.sampler import SampledToken, SampleRequest, sample
 from preempt_engine.scheduler import Counters, Scheduler
 from preempt_engine.sequence import Request
 from preempt_engine.step import LogitsBatch, SchedulerOutput, StepHandle
+from preempt_engine.stream import DeltaReader
 from preempt_engine.tokenizer import ExactTokenizer, HFTokenizer, Tokenizer
 from preempt_engine.victims import PreemptionController
 
@@ -73,9 +78,14 @@ class LLM:
             # The last token of a sequence is sampled but never computed.
             self._executor.num_kv_blocks * self.config.block_size + 1,
         )
+        self._recipes = RecipeBook(
+            self.tokenizer, self._executor.vocab_size, self._executor.eos_token_ids
+        )
+        self._states = ProcessorStates()
         self._builders: dict[str, OutputBuilder] = {}
         self._scorings: dict[str, _Scoring] = {}
         self._ended_early: list[RequestOutput] = []
+        self._streamed: list[RequestOutput] = []
         self._num_arrived = 0
         self._closed = False
         self.set_observer(observer)
@@ -87,6 +97,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate for every prompt; outputs stand in the order of the prompts.
 
@@ -94,14 +106,15 @@ class LLM:
             prompts: texts or lists of token ids, or a single one of either.
             sampling_params: one for all, or one per prompt; None samples with the defaults.
             use_tqdm: show a progress bar.
+            priority: one per prompt, see `add_request`; None gives all the same.
 
         Returns:
             One output per prompt. A request that can never run has `finish_reason="error"` and
             says why in `error`; the others are not affected.
 
         Raises:
-            ConfigError: the number of sampling parameters is not that of the prompts, or a prompt
-                is text and the engine has no tokenizer.
+            ConfigError: the number of sampling parameters or priorities is not that of the prompts,
+                or a prompt is text and the engine has no tokenizer.
         """
         self._check_open()
         if self.has_unfinished_requests():
@@ -111,18 +124,51 @@ class LLM:
             )
         prompt_list = _as_prompt_list(prompts)
         params_list = _as_params_list(sampling_params, len(prompt_list))
-        request_ids = [
-            self.add_request(prompt, params)
-            for prompt, params in zip(prompt_list, params_list, strict=True)
-        ]
-        outputs: dict[str, RequestOutput] = {}
-        with _progress_bar(len(request_ids), enabled=use_tqdm) as advance:
-            while self.has_unfinished_requests():
-                for output in self.step():
-                    if output.finished:
-                        outputs[output.request_id] = output
-                        advance()
-        return [outputs[request_id] for request_id in request_ids]
+        priorities = _as_priority_list(priority, len(prompt_list))
+        arrivals = zip(prompt_list, params_list, priorities, strict=True)
+        outputs: list[RequestOutput] = []
+        try:
+            with _progress_bar(len(prompt_list), enabled=use_tqdm) as advance:
+                while len(outputs) < len(prompt_list) or self.has_unfinished_requests():
+                    # Prompts wait here while the queue is full; none is refused.
+                    while not self._queue_is_full() and (arrival := next(arrivals, None)):
+                        outputs.append(self._submit(*arrival))
+                    for output in self.step():
+                        if output.finished:
+                            advance()
+        finally:  # nothing of a call that failed half-way stays behind
+            for output in outputs:
+                self._withdraw(output)
+        return outputs
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> Iterator[StreamDelta]:
+        """Generate for one prompt and hand on each piece of output as it comes.
+
+        The request is queued at once; the iterator runs steps whenever it has nothing to tell.
+        Several streams may be read in turns, beside `add_request` and `step`: each gets every
+        token once. Closing the iterator, or dropping it, aborts a request that has not ended.
+
+        Args:
+            prompt, sampling_params, request_id, priority: see `add_request`.
+
+        Returns:
+            Deltas, the last of each branch with its `finish_reason`.
+
+        Raises:
+            ConfigError: as `add_request`.
+            EngineError: from the iterator: the request's own error, after its last delta.
+        """
+        self._check_open()
+        return self._deltas(
+            self._submit(prompt, sampling_params or SamplingParams(), priority, request_id)
+        )
 
     def score(self, prompt: Prompt, continuation: Sequence[int]) -> list[TokenScore]:
         """Teacher-forced log probabilities of every token of a continuation.
@@ -151,6 +197,7 @@ class LLM:
             token_ids[:-1],
             SamplingParams(temperature=0.0),
             score_from=len(prompt_token_ids) - 1,
+            num_to_score=len(continuation),
         )
         scoring = self._scorings[request.request_id] = _Scoring(list(continuation))
         self.scheduler.add(request)
@@ -168,20 +215,58 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        priority: int = 0,
     ) -> str:
         """Queue a request and return its id.
 
-        A request that can never run is not refused here: its output, with the error, comes from
-        the next `step`.
+        A request that can never run, or that finds `max_waiting_requests` others in the queue, does
+        not raise here: its output, with the error, comes from the next `step`.
+
+        Args:
+            prompt: text or token ids.
+            sampling_params: None samples with the defaults.
+            request_id: unique among unfinished requests; None chooses one.
+            priority: the lower value goes first; 0 unless `scheduling_policy="priority"`.
 
         Raises:
-            ConfigError: the id is in use, or the prompt is text and there is no tokenizer.
+            ConfigError: the id is in use, the prompt or the parameters need a tokenizer or a
+                package that the engine lacks, or there is a priority without the policy.
         """
         self._check_open()
         params = sampling_params or SamplingParams()
+        return self._submit(prompt, params, priority, request_id).request_id
+
+    def set_priority(self, request_id: str, priority: int) -> bool:
+        """Change the priority of a waiting or running request; False if there is no such request.
+
+        Raises:
+            ConfigError: the engine does not schedule by priority.
+        """
+        self._check_priority(priority)
+        request = self.scheduler.requests.get(request_id)
+        if request is None:
+            return False
+        self.scheduler.set_priority(request, priority)
+        return True
+
+    def _submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        request_id: str | None = None,
+    ) -> RequestOutput:
+        """Queue a request; returns its live output."""
+        self._check_priority(priority)
         request_id = self._unused_request_id(request_id)
         text, token_ids = self._tokenize(prompt)
-        error = self._why_infeasible(token_ids) or self._why_outside_vocabulary(token_ids)
+        recipe, recipe_error = self._recipe(params)
+        error: EngineError | None = (
+            self._why_infeasible(token_ids, min(params.max_tokens, 1))
+            or self._why_outside_vocabulary(token_ids)
+            or recipe_error
+            or self._why_refused()
+        )
         builder = OutputBuilder.create(
             request_id=request_id,
             prompt=text,
@@ -191,15 +276,24 @@ class LLM:
             max_output_tokens=min(params.max_tokens, self.max_total_tokens - len(token_ids)),
             tokenizer=self.tokenizer,
         )
-        request = self._new_request(request_id, token_ids, params)
+        request = self._new_request(
+            request_id,
+            token_ids,
+            params,
+            priority=priority,
+            score_from=None if params.prompt_logprobs is None else 0,
+            num_to_score=len(token_ids) - 1,
+        )
         if error is not None:
             self.scheduler.refuse(request)
             builder.fail(error)
             self._ended_early.append(builder.output)
-            return request_id
+            return builder.output
         self._builders[request_id] = builder
+        if recipe is not None:
+            self._states.add(request_id, recipe)
         self.scheduler.add(request)
-        return request_id
+        return builder.output
 
     def step(self) -> list[RequestOutput]:
         """Run one step.
@@ -252,6 +346,7 @@ class LLM:
         if builder is None:
             return None
         request = self.scheduler.requests[request_id]
+        self._states.drop(request)
         self.scheduler.abort(request)
         self._note_counts(builder, request)
         builder.finish("abort")
@@ -274,8 +369,15 @@ class LLM:
         """
         return self.scheduler.blocks.hold_blocks(num_blocks)
 
-    def reset_prefix_cache(self) -> None:
-        """Make all cached content unfindable."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
+        """Make all cached content unfindable.
+
+        Args:
+            reset_running_requests: preempt every running request first, so that nothing computed
+                before this call is ever read again. Their outputs do not change.
+        """
+        if reset_running_requests:
+            self.scheduler.preempt_all("cache_reset")
         self.scheduler.blocks.reset_prefix_cache()
 
     def set_observer(self, observer: EngineObserver | None) -> None:
@@ -323,12 +425,73 @@ class LLM:
         if self._closed:
             raise EngineClosedError("This engine is closed.", "Build a new LLM.")
 
+    def _check_priority(self, priority: int) -> None:
+        if priority != 0 and self.config.scheduling_policy != "priority":
+            raise ConfigError(
+                f"priority={priority}, and the engine serves in order of arrival.",
+                'Build it with scheduling_policy="priority", or leave the priority at 0.',
+            )
+
+    def _recipe(
+        self, params: SamplingParams
+    ) -> tuple[ProcessorRecipe | None, InfeasibleRequestError | None]:
+        """What the request's processors are made of, or why they cannot be made."""
+        if not params.has_processors:
+            return None, None
+        try:
+            return self._recipes.recipe(params), None
+        except InfeasibleRequestError as error:
+            return None, error
+
+    def _queue_is_full(self) -> bool:
+        limit = self.config.max_waiting_requests
+        return limit is not None and len(self.scheduler.waiting) >= limit
+
+    def _why_refused(self) -> QueueFullError | None:
+        if not self._queue_is_full():
+            return None
+        return QueueFullError(
+            f"{len(self.scheduler.waiting)} requests wait already, and max_waiting_requests is "
+            f"{self.config.max_waiting_requests}.",
+            "Try again later, or raise max_waiting_requests.",
+        )
+
+    def _withdraw(self, output: RequestOutput) -> None:
+        """Make sure that nothing more comes of a request."""
+        self._ended_early = [early for early in self._ended_early if early is not output]
+        if not output.finished:
+            self.abort_request(output.request_id)
+
+    def _deltas(self, output: RequestOutput) -> Iterator[StreamDelta]:
+        reader = DeltaReader(output)
+        self._streamed.append(output)
+        try:
+            while True:
+                yield from reader.read()
+                if output.finished:
+                    break
+                stepped = self.step()
+                # What ended for others is kept for the next who asks.
+                self._ended_early += [
+                    other
+                    for other in stepped
+                    if other.finished and not any(other is mine for mine in self._streamed)
+                ]
+        finally:
+            self._streamed = [other for other in self._streamed if other is not output]
+            self._withdraw(output)
+        if output.error is not None:
+            raise output.error
+
     def _new_request(
         self,
         request_id: str,
         token_ids: list[int],
         params: SamplingParams,
+        *,
+        priority: int = 0,
         score_from: int | None = None,
+        num_to_score: int = 0,
     ) -> Request:
         arrival_index = self._num_arrived
         self._num_arrived += 1
@@ -341,7 +504,9 @@ class LLM:
             prompt_token_ids=token_ids,
             params=params,
             seed=seed,
+            priority=priority,
             score_from=score_from,
+            num_to_score=num_to_score,
         )
 
     def _unused_request_id(self, request_id: str | None) -> str:
@@ -363,13 +528,15 @@ class LLM:
             )
         return prompt, self.tokenizer.encode(prompt)
 
-    def _why_infeasible(self, token_ids: list[int]) -> InfeasibleRequestError | None:
-        """Why these tokens can never be computed by this engine, if they cannot."""
+    def _why_infeasible(
+        self, token_ids: list[int], num_output_tokens: int = 1
+    ) -> InfeasibleRequestError | None:
+        """Why these tokens, and so many after them, are too many for this engine, if they are."""
         num_tokens = len(token_ids)
         pool_tokens = self.num_kv_blocks * self.config.block_size
         if num_tokens == 0:
             return InfeasibleRequestError("The prompt is empty.", "Give at least one token.")
-        if num_tokens >= self._executor.max_model_len:
+        if num_tokens + num_output_tokens > self._executor.max_model_len:
             return InfeasibleRequestError(
                 f"The prompt has {num_tokens} tokens and max_model_len is "
                 f"{self._executor.max_model_len}, which leaves no room for output.",
@@ -396,25 +563,33 @@ class LLM:
     def _deliver(self, step: SchedulerOutput, logits: LogitsBatch) -> list[RequestOutput]:
         """Score or sample from the step's rows; returns the outputs that changed."""
         wanted: list[tuple[Request, SampleRequest]] = []
+        ended: list[RequestOutput] = []
         first_row = 0
         for item in step.scheduled:
             rows = range(first_row, first_row + item.num_logits)
             first_row = rows.stop
-            request = self.scheduler.requests.get(item.key.request_id)
-            if request is None or not rows:
+            if not rows or self.scheduler.sequence_of(item) is None:
                 continue
-            if request.score_from is None:
-                wanted.append((request, self._sample_request(request, rows[0])))
-            else:
-                self._take_scores(request, logits, rows)
+            request = self.scheduler.requests[item.key.request_id]
+            if request.num_scored < request.num_to_score and request.score_from is not None:
+                rows = self._take_scores(request, logits, rows)
+                if not rows:
+                    continue
+            if request.params.max_tokens == 0:
+                ended.append(self._end(request, "length"))
+                continue
+            wanted.append((request, self._sample_request(request, rows[0])))
         tokens = sample(logits, [sample_request for _, sample_request in wanted])
-        return [
+        return ended + [
             self._append_token(step.step_id, request, token)
+            if isinstance(token, SampledToken)
+            else self._end(request, "error", token)
             for (request, _), token in zip(wanted, tokens, strict=True)
         ]
 
     def _sample_request(self, request: Request, row: int) -> SampleRequest:
         sequence = request.sequence
+        state = self._states.of(request, sequence)
         return SampleRequest(
             row=row,
             params=request.params,
@@ -423,16 +598,47 @@ class LLM:
             position=sequence.num_tokens,
             num_output_tokens=sequence.num_output_tokens,
             stop_ids=self._builders[request.request_id].stop_ids,
+            state=state,
+            output_token_ids=() if state is None else sequence.output_token_ids,
         )
 
-    def _take_scores(self, request: Request, logits: LogitsBatch, rows: range) -> None:
-        scoring = self._scorings[request.request_id]
-        targets = scoring.continuation[request.num_scored : request.num_scored + len(rows)]
-        scoring.scores += score_rows(logits, rows, targets)
+    def _take_scores(self, request: Request, logits: LogitsBatch, rows: range) -> range:
+        """Score the given tokens that follow the first of these rows; returns the other rows."""
+        done = request.num_scored
+        rows, rest = (
+            rows[: request.num_to_score - done],
+            rows[request.num_to_score - done :],
+        )
         request.num_scored += len(rows)
-        if request.num_scored == len(scoring.continuation):
+        scoring = self._scorings.get(request.request_id)
+        if scoring is None:  # the prompt's own tokens, of which nothing predicts the first
+            num = request.params.prompt_logprobs
+            assert num is not None
+            targets = request.sequence.token_ids[done + 1 : done + 1 + len(rows)]
+            self._builders[request.request_id].append_prompt_logprobs(
+                top_logprobs_of_rows(logits, rows, num, targets)
+            )
+            return rest
+        targets = scoring.continuation[done : done + len(rows)]
+        scoring.scores += score_rows(logits, rows, targets)
+        if request.num_scored == request.num_to_score:
             del self._scorings[request.request_id]
             self.scheduler.finish(request, "length")
+        return rest
+
+    def _end(
+        self, request: Request, reason: str, error: EngineError | None = None
+    ) -> RequestOutput:
+        """The request ends, but not with a token."""
+        builder = self._builders.pop(request.request_id)
+        self._note_counts(builder, request)
+        if error is None:
+            builder.finish(reason)
+        else:
+            builder.fail(error)
+        self._states.drop(request)
+        self.scheduler.finish(request, reason)
+        return builder.output
 
     def _append_token(self, step_id: int, request: Request, token: SampledToken) -> RequestOutput:
         self.scheduler.append_token(request, token.token_id)
@@ -450,6 +656,7 @@ class LLM:
         reason = builder.completion.finish_reason
         if reason is not None:
             del self._builders[request.request_id]
+            self._states.drop(request)
             self.scheduler.finish(request, reason)
         return builder.output
 
@@ -519,6 +726,16 @@ def _as_params_list(
             "Give one for all prompts, or one per prompt.",
         )
     return list(params)
+
+
+def _as_priority_list(priority: Sequence[int] | None, num_prompts: int) -> list[int]:
+    if priority is None:
+        return [0] * num_prompts
+    if len(priority) != num_prompts:
+        raise ConfigError(
+            f"{len(priority)} priorities for {num_prompts} prompts.", "Give one per prompt."
+        )
+    return list(priority)
 
 
 @contextmanager

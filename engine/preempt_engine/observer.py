@@ -30,6 +30,9 @@ class EngineObserver:
     ) -> None:
         """A request entered the waiting queue; `step_id` is the next step's."""
 
+    def priority_changed(self, step_id: int, request_id: str, priority: int) -> None:
+        """An unfinished request was given another priority, before step `step_id`."""
+
     def scheduled(self, step_id: int, key: SequenceKey, start: int, end: int) -> None:
         """The step computes positions [start, end) of the sequence."""
 
@@ -55,7 +58,11 @@ class EngineObserver:
         num_computed_tokens: int,
         num_tokens: int,
     ) -> None:
-        """The request lost its blocks. `reason` is "out_of_blocks" or "forced"."""
+        """The request lost its blocks.
+
+        `reason` is "out_of_blocks", "priority" (for a more urgent request), "cache_reset" (with
+        `reset_running_requests`) or "forced".
+        """
 
     def resumed(self, step_id: int, request_id: str, num_cached_tokens: int) -> None:
         """A preempted request was admitted again, `num_cached_tokens` of it from the cache."""
@@ -153,7 +160,7 @@ class PoolState:
         ref_counts: block id -> references, for referenced blocks only.
         tables: sequence -> block table, for every sequence that owns blocks.
         waiting: request ids, in queue order.
-        running: request ids, in admission order.
+        running: request ids, in order of precedence.
         counters: the engine's own totals by name.
     """
 

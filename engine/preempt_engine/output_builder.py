@@ -63,6 +63,8 @@ class OutputBuilder:
                 prompt_token_ids=prompt_token_ids,
                 outputs=[completion],
                 finished=False,
+                # Nothing predicts the first token.
+                prompt_logprobs=None if params.prompt_logprobs is None else [None],
             ),
             params=params,
             eos_token_ids=frozenset() if params.ignore_eos else eos_token_ids,
@@ -79,6 +81,11 @@ class OutputBuilder:
     def stop_ids(self) -> frozenset[int]:
         """Ids that end the request, and that `min_tokens` bans."""
         return self.eos_token_ids | frozenset(self.params.stop_token_ids)
+
+    def append_prompt_logprobs(self, logprobs: list[dict[int, float]]) -> None:
+        """Take in the log probabilities of the next tokens of the prompt."""
+        assert self.output.prompt_logprobs is not None
+        self.output.prompt_logprobs += logprobs
 
     def append(self, token: SampledToken) -> str:
         """Take in the next token; returns the new text.

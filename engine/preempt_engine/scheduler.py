@@ -1,13 +1,26 @@
 """Decides what each step computes. Owns the queues; knows no tensors, no text, no sampling.
 
 One mechanism: every sequence has tokens still to compute, and a step computes the next of them up
-to a budget. Running requests come first, in admission order; then waiting ones, in arrival order.
+to a budget. Running requests come first, then waiting ones, each in order of precedence: priority
+(with `scheduling_policy="priority"`; else all are equal), then arrival.
+
+Nobody waits for ever among equals. The first of the running requests computes at least one token in
+every step and is never a victim unless it is alone, and no request is admitted before one that
+precedes it. So a request r ends after at most
+
+    sum of N(q) + interruptions * max of N(q)          N(q) = prompt tokens + max_tokens
+
+steps, over r and all q that precede it at any time of its stay. Interruptions are arrivals that
+precede r, changes of priority, and cache resets that preempt. The bound is the engine's own:
+preemptions forced from outside and blocks withheld from requests void it.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 
 from preempt_engine.admission import WaitingQueue, find_hits, fits
 from preempt_engine.block_manager import BlockManager
@@ -15,7 +28,7 @@ from preempt_engine.config import EngineConfig
 from preempt_engine.observer import EngineObserver, PoolCounts, PoolState
 from preempt_engine.sequence import Request, RequestStatus, Sequence
 from preempt_engine.step import ScheduledSequence, SchedulerOutput, SequenceKey
-from preempt_engine.victims import PreemptionController, choose_victim
+from preempt_engine.victims import PreemptionController, choose_victim, victims_for
 
 
 @dataclass(slots=True)
@@ -40,6 +53,9 @@ class Counters:
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_finished_requests: int = 0
+
+
+_precedence = attrgetter("precedence")
 
 
 class Scheduler:
@@ -93,7 +109,7 @@ class Scheduler:
                 request.request_id,
                 request.sequence.token_ids,
                 request.params.max_tokens,
-                0,
+                request.priority,
             )
 
     def refuse(self, request: Request) -> None:
@@ -105,7 +121,7 @@ class Scheduler:
                 request.request_id,
                 request.sequence.token_ids,
                 request.params.max_tokens,
-                0,
+                request.priority,
             )
             self.observer.finished(self.next_step_id, request.request_id, "error")
 
@@ -119,6 +135,24 @@ class Scheduler:
     def force_preemption(self, request_id: str) -> None:
         """Preempt the request before the next step is scheduled, if it runs then."""
         self._forced[request_id] = None
+
+    def set_priority(self, request: Request, priority: int) -> None:
+        """Give an unfinished request another place, in the queue or among those that run."""
+        is_waiting = request.status is RequestStatus.WAITING
+        if is_waiting:
+            self.waiting.remove(request)
+        request.priority = priority
+        if is_waiting:
+            self.waiting.push(request)
+        else:
+            self.running.sort(key=_precedence)
+        if self.observer is not None:
+            self.observer.priority_changed(self.next_step_id, request.request_id, priority)
+
+    def preempt_all(self, reason: str) -> None:
+        """Every running request loses its blocks now, between steps."""
+        for request in reversed(list(self.running)):
+            self._preempt(self.next_step_id, request, reason)
 
     def finish(self, request: Request, reason: str) -> None:
         """The request ended by itself."""
@@ -141,7 +175,10 @@ class Scheduler:
         self.next_step_id += 1
         preemptions_before = self.counters.num_preemptions
         for request_id in self._take_forced(step.step_id):
-            self._preempt(step, self.requests[request_id], "forced")
+            self._preempt(step.step_id, self.requests[request_id], "forced")
+        by_priority = self.config.scheduling_policy == "priority"
+        if by_priority and self.counters.num_preemptions == preemptions_before:
+            self._admit_urgent(step)
         budget = self._schedule_running(step, self.config.max_num_batched_tokens)
         # A step that took blocks away admits nobody: no request is victim and newcomer at once.
         if self.counters.num_preemptions == preemptions_before:
@@ -156,10 +193,10 @@ class Scheduler:
     def advance(self, step: SchedulerOutput) -> None:
         """The step is done: what it computed is in the cache, what waited for it is free."""
         for item in step.scheduled:
-            request = self.requests.get(item.key.request_id)
-            if request is None:  # ended while the step ran
+            sequence = self.sequence_of(item)
+            if sequence is None:
                 continue
-            sequence = request.sequences[item.key.branch]
+            request = self.requests[item.key.request_id]
             sequence.set_computed(item.end)
             self.blocks.make_findable(sequence)
             request.num_steps_since_admission += 1
@@ -167,6 +204,46 @@ class Scheduler:
                 request.num_chunks += 1
         self._step_in_flight = None
         self.blocks.pass_fence(step.step_id)
+
+    def sequence_of(self, item: ScheduledSequence) -> Sequence | None:
+        """The sequence that a step computed; None when it ended or lost its blocks meanwhile.
+
+        What the step computed for it is then of no use: the tokens are computed again, and give
+        the same.
+        """
+        request = self.requests.get(item.key.request_id)
+        if request is None:
+            return None
+        sequence = request.sequences[item.key.branch]
+        return sequence if sequence.known_to_workers else None
+
+    def _admit_urgent(self, step: SchedulerOutput) -> None:
+        """Admit waiting requests that are more urgent than a running one, at its cost if need be.
+
+        Done before anything is scheduled, so there are no tokens to take back from a victim. While
+        a step is in flight the blocks of a victim are not free: to evict it would not make room.
+        """
+        if self._step_in_flight is not None:
+            return
+        while len(self.waiting) and self.running:
+            request = self.waiting.peek()
+            if request.priority >= self.running[-1].priority:
+                return
+            hits = find_hits(request, self.blocks)
+            victims = victims_for(
+                request,
+                hits,
+                self.running,
+                self.blocks,
+                max_num_seqs=self.config.max_num_seqs,
+                num_watermark_blocks=self.num_watermark_blocks,
+            )
+            if victims is None:
+                return
+            for victim in victims:
+                self._preempt(step.step_id, victim, "priority")
+            self.waiting.remove(request)
+            self._admit(step, request, hits)
 
     def _schedule_running(self, step: SchedulerOutput, budget: int) -> int:
         """Returns what is left of the budget."""
@@ -177,7 +254,7 @@ class Scheduler:
             end = min(sequence.num_tokens, sequence.num_computed_tokens + budget)
             while not self.blocks.can_grow(sequence, end):
                 victim = choose_victim(self.running)
-                self._preempt(step, victim, "out_of_blocks")
+                self._preempt(step.step_id, victim, "out_of_blocks")
                 if victim is request:
                     return budget
             self._schedule_tokens(step, request, end)
@@ -206,7 +283,7 @@ class Scheduler:
         request.num_steps_since_admission = 0
         request.num_chunks = 0
         request.num_prefill_tokens = sequence.num_tokens
-        self.running.append(request)
+        insort(self.running, request, key=_precedence)
         num_cached_tokens = len(hits) * self.config.block_size
         if request.num_cached_tokens is None:
             request.num_cached_tokens = num_cached_tokens
@@ -258,11 +335,11 @@ class Scheduler:
         running = {request.request_id for request in self.running}
         return [request_id for request_id in wanted if request_id in running]
 
-    def _preempt(self, step: SchedulerOutput, request: Request, reason: str) -> None:
+    def _preempt(self, step_id: int, request: Request, reason: str) -> None:
         """Preemption by recompute: blocks go, tokens stay, the request waits in its old place."""
         if self.observer is not None:
             self.observer.preempted(
-                step.step_id,
+                step_id,
                 request.request_id,
                 mode="recompute",
                 phase=self._phase(request),
@@ -270,7 +347,7 @@ class Scheduler:
                 num_computed_tokens=request.sequence.num_computed_tokens,
                 num_tokens=request.sequence.num_tokens,
             )
-        self._free_blocks(step.step_id, request)
+        self._free_blocks(step_id, request)
         self.running.remove(request)
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
@@ -316,6 +393,7 @@ class Scheduler:
         self.blocks.check_integrity(self._sequences())
         for request in self.running:
             assert request.status is RequestStatus.RUNNING
+        assert self.running == sorted(self.running, key=_precedence)
         for request in self.waiting.in_order():
             assert request.status is RequestStatus.WAITING
             assert not any(sequence.block_table for sequence in request.sequences)

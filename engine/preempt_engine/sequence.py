@@ -92,11 +92,15 @@ class Request:
 
     Attributes:
         request_id: unique among unfinished requests.
-        arrival_index: counts every request of the engine; the order of the queue.
+        arrival_index: counts every request of the engine.
+        priority: the lower value is the more urgent.
         params: how to sample, and until when.
         seed: of the request's noise.
         sequences: its branches.
-        score_from: for scoring, the first position whose logits are wanted; None generates.
+        score_from: the first position whose logits are wanted to score the token after it; None
+            scores nothing.
+        num_to_score: how many positions from there on.
+        num_scored: how many of those are done.
         num_preemptions: times it lost its blocks.
         num_cached_tokens: prefix hits at the first admission; None before it.
         num_steps_since_admission: since the last admission.
@@ -109,7 +113,9 @@ class Request:
     params: SamplingParams
     seed: int
     sequences: list[Sequence]
+    priority: int = 0
     score_from: int | None = None
+    num_to_score: int = 0
     num_scored: int = 0
     status: RequestStatus = RequestStatus.WAITING
     num_preemptions: int = 0
@@ -127,7 +133,9 @@ class Request:
         prompt_token_ids: Seq[int],
         params: SamplingParams,
         seed: int,
+        priority: int = 0,
         score_from: int | None = None,
+        num_to_score: int = 0,
     ) -> Request:
         """A new request with one sequence."""
         sequence = Sequence(
@@ -141,7 +149,9 @@ class Request:
             params=params,
             seed=seed,
             sequences=[sequence],
+            priority=priority,
             score_from=score_from,
+            num_to_score=num_to_score,
         )
 
     @property
@@ -150,8 +160,16 @@ class Request:
         return self.sequences[0]
 
     @property
+    def precedence(self) -> tuple[int, int]:
+        """The order in which requests are served, everywhere; no two have the same.
+
+        A preemption does not change it: the request returns to its old place.
+        """
+        return self.priority, self.arrival_index
+
+    @property
     def first_wanted_logits(self) -> int:
         """Position of the first logits that nobody has seen yet."""
-        if self.score_from is not None:
+        if self.score_from is not None and self.num_scored < self.num_to_score:
             return self.score_from + self.num_scored
         return self.sequence.num_tokens - 1
