@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from preempt_harness.admission import AdmissionModel, known_lengths, may_stop_early
+from preempt_harness.admission import AdmissionModel, may_stop_early
 from preempt_harness.workload import RequestSpec, Workload
 
 _LISTED = 6  # requests that a sum spells out before it is cut short
@@ -49,7 +49,6 @@ def demands(
     workload: Workload, model: AdmissionModel, output_lengths: Mapping[str, int]
 ) -> list[Demand]:
     """Demands of the requests that some pool can run, in order of arrival."""
-    lengths = known_lengths(workload, output_lengths)
     aborts = {
         operation.request: operation.step
         for operation in reversed(workload.operations)
@@ -57,7 +56,7 @@ def demands(
     }
     runnable = (spec for spec in workload.requests if model.output_limit(spec) > 0)
     return [
-        _demand(spec, model, lengths.get(spec.id), aborts.get(spec.id))
+        _demand(spec, model, output_lengths.get(spec.id), aborts.get(spec.id))
         for spec in sorted(runnable, key=lambda spec: spec.arrival_step)
     ]
 
@@ -67,7 +66,7 @@ def _demand(
 ) -> Demand:
     limit = model.output_limit(spec)
     if length is not None:
-        most = least = min(limit, length)
+        most = least = max(1, min(limit, length))
     elif may_stop_early(spec):
         most, least = limit, max(1, min(limit, spec.sampling.min_tokens))
     else:

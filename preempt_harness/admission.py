@@ -122,7 +122,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
         truncated: requests that the size of the pool ended early.
         infeasible: requests that can never run or, alone in the pool, outgrow it.
         aborted: requests ended by an operation of the workload.
-        peak_blocks: most blocks in use at once.
+        peak_blocks: most blocks in use when a step is computed.
         num_scheduled_tokens: tokens computed, recomputation included.
         num_recomputed_tokens: of those, positions that had been computed before.
         uncertain: requests that may stop before their assumed length.
@@ -180,26 +180,16 @@ def simulate(
         workload: requests and operations.
         model: the engine's rules.
         num_blocks: size of the pool, reserved blocks included.
-        output_lengths: request -> output tokens, where they are known, as from a baseline. Others
-            run to their limit, and are reported as uncertain if they may stop earlier. Lengths of
-            requests that the workload aborts say nothing, and are ignored.
-        output_token_ids: request -> ids, where they are known. They give the length too, and
-            sharpen prefix hits between requests that continue each other's text.
+        output_lengths: request -> output tokens, at least 1, that it gives when nothing cuts it
+            short: of requests that finished in a baseline. Others run to their limit, and are
+            reported as uncertain if they may stop earlier.
+        output_token_ids: request -> ids of such an output. They give the length too, and sharpen
+            prefix hits between requests that continue each other's text.
     """
     measured = {name: len(ids) for name, ids in (output_token_ids or {}).items()}
-    lengths = known_lengths(workload, {**(output_lengths or {}), **measured})
+    lengths = {**(output_lengths or {}), **measured}
     run = _Run(workload, model, num_blocks, lengths, output_token_ids or {})
     return run.play()
-
-
-def known_lengths(workload: Workload, output_lengths: Mapping[str, int]) -> dict[str, int]:
-    """Those of the lengths that say how long a request becomes when it is left alone."""
-    aborted = {operation.request for operation in workload.operations if operation.kind == "abort"}
-    return {
-        name: length
-        for name, length in output_lengths.items()
-        if length >= 1 and name not in aborted
-    }
 
 
 @dataclass(slots=True, eq=False)
@@ -285,7 +275,7 @@ class _Run:
         if limit == 0 or model.blocks_for(prompt) > self.pool.num_blocks:
             self.infeasible.append(spec.id)
             return
-        wanted = min(limit, self.lengths.get(spec.id, limit))
+        wanted = max(1, min(limit, self.lengths.get(spec.id, limit)))
         in_pool = self.pool.num_blocks * model.block_size + 1 - prompt
         self.waiting.append(
             _Request(

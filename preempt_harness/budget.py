@@ -84,7 +84,8 @@ class KVBudget:
             admission: the engine's rules.
             want: "tight" (preempts, see `tight`), "roomy" (see `roomy`), "minimal" (the smallest
                 count in which every request can run to its end alone), or a number of blocks.
-            output_lengths: request -> output tokens where they are known, as from a baseline.
+            output_lengths: request -> output tokens that it gives when nothing cuts it short, where
+                they are known, as of requests that finished in a baseline.
 
         Raises:
             NoPreemptingBudgetError: "tight" is wanted and no count preempts.

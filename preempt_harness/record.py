@@ -13,7 +13,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -51,7 +51,10 @@ class Scheduled(Event, frozen=True):
 
 
 class BlocksAllocated(Event, frozen=True):
-    """Blocks appended to a sequence's table; the first `num_cached` of them are prefix hits."""
+    """Blocks appended to a sequence's table; the first `num_cached` of them are prefix hits.
+
+    A block that replaces the last one (copy-on-write) is allocated before that one is freed.
+    """
 
     seq: str
     blocks: list[int]
@@ -286,13 +289,19 @@ AnyEvent = (
     | PlanMissed
 )
 
+
+def event_names() -> frozenset[str]:
+    """Names of all event types, as a header's `observed` lists them."""
+    return frozenset(event_type.__name__ for event_type in get_args(AnyEvent))
+
+
 PHASES = (
     "prefill_first",  # first chunk of several done
     "prefill_middle",
     "prefill_last",  # all but the last chunk done
     "first_decode",  # prompt computed, exactly one output token known
     "decode",
-    "just_resumed",  # admitted again, not a single step since
+    "just_resumed",  # admitted again, at most one step computed since
 )
 
 COUNTER_NAMES = (
@@ -317,13 +326,17 @@ class SequenceOutput(msgspec.Struct, frozen=True):
 
 
 class RequestResult(msgspec.Struct, frozen=True):
-    """What the user got for one request. `finished` is False when it was cut off."""
+    """What the user got for one request. `finished` is False when it was cut off.
+
+    `num_cached_tokens` (prompt tokens found in the prefix cache at the first admission) and
+    `num_preemptions` are the engine's own figures, None when it does not report them.
+    """
 
     outputs: list[SequenceOutput]
     finished: bool
     error: str = ""
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
+    num_cached_tokens: int | None = None
+    num_preemptions: int | None = None
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -348,11 +361,12 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         block_size, num_blocks: of the pool.
         versions: library -> version.
         capabilities: names of what the engine lets itself be asked and seen.
-        observed: names of event types that this adapter emits; a check whose input is not among
-            them is NOT OBSERVABLE.
+        observed: names of event types (`event_names`) that this adapter emits; a check whose
+            input is not among them is NOT OBSERVABLE.
         batch_invariant: logits are bitwise equal under any batch mix, by the engine's own claim.
         vocab_size: of the model, 0 if unknown.
         num_ranks: tensor parallel size.
+        max_total_tokens: most tokens of one request, by model and pool; None if unknown.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -370,6 +384,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: bool = False
     vocab_size: int = 0
     num_ranks: int = 1
+    max_total_tokens: int | None = None
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from preempt_harness import record
 from preempt_harness.adapters import protocol
-from preempt_harness.adapters.embedded_observer import RecordingObserver
 from preempt_harness.adapters.protocol import EngineSettings, KnownIssue, SessionInfo
 from preempt_harness.admission import AdmissionModel
 from preempt_harness.record import AnyEvent, RequestResult, Score, SequenceOutput
@@ -17,6 +18,7 @@ from preempt_harness.workload import RequestSpec
 
 if TYPE_CHECKING:
     from preempt_engine import LLM, RequestOutput
+    from preempt_engine.tokenizer import HFTokenizer
 
 _NEEDS_ENGINE = 'pip install "preempt-harness[engine]"'
 
@@ -55,6 +57,19 @@ class EmbeddedAdapter:
             prefix_caching=settings.enable_prefix_caching,
         )
 
+    def vocab_size(self, settings: EngineSettings) -> int:
+        """From the model's configuration file; the exact model's is an option."""
+        if settings.model == "exact":
+            return int(settings.options.get("exact_vocab_size", 64))
+        config = json.loads((_model_path(settings) / "config.json").read_text())
+        return int(config["vocab_size"])
+
+    def encode(self, settings: EngineSettings, text: str) -> list[int] | None:
+        """Ids by the model's tokenizer; None for models with random weights."""
+        if settings.model == "exact" or settings.model.startswith("tiny-"):
+            return None
+        return _tokenizer(_model_path(settings)).encode(text)
+
     def missing(self) -> str | None:
         """The exact model needs nothing more; torch is asked for when a checkpoint is opened."""
         return None
@@ -78,6 +93,8 @@ class EmbeddedSession:
 
     def __init__(self, settings: EngineSettings) -> None:
         from preempt_engine import LLM
+
+        from preempt_harness.adapters.embedded_observer import RecordingObserver
 
         options = dict(settings.options)
         pool_every = options.pop("record_pool_every", 16)
@@ -204,6 +221,21 @@ def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[st
     }
 
 
+def _model_path(settings: EngineSettings) -> Path:
+    from preempt_engine.models.config import resolve_model
+
+    from preempt_harness.checkpoints import resolve_model_name
+
+    return resolve_model(str(resolve_model_name(settings.model)))
+
+
+@lru_cache(maxsize=4)
+def _tokenizer(directory: Path) -> HFTokenizer:
+    from preempt_engine.tokenizer import HFTokenizer
+
+    return HFTokenizer(directory)
+
+
 def _result(output: RequestOutput) -> RequestResult:
     return RequestResult(
         outputs=[
@@ -224,10 +256,13 @@ def _result(output: RequestOutput) -> RequestResult:
 
 
 def _versions(*, exact: bool) -> dict[str, str]:
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
     names = ["preempt-harness"] if exact else ["preempt-harness", "torch", "transformers"]
     found = {"python": platform.python_version()}
     for name in names:
-        found[name] = version(name)
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # run from a source tree on PYTHONPATH
+            found[name] = "source tree"
     return found

@@ -213,6 +213,14 @@ class EngineAdapter(Protocol):
         """How the engine admits and preempts under these settings; the budget is solved with it."""
         ...
 
+    def vocab_size(self, settings: EngineSettings) -> int:
+        """Tokens in the model's vocabulary, known without building the engine."""
+        ...
+
+    def encode(self, settings: EngineSettings, text: str) -> list[int] | None:
+        """Token ids of real text, or None when the model has no use for text."""
+        ...
+
     def missing(self) -> str | None:
         """What to install to use this engine, in one line; None when it can be used."""
         ...

@@ -133,6 +133,11 @@ class CheckResult:
         return f"{self.check}/{self.part}" if self.part else self.check
 
 
+def request_of(seq: str) -> str:
+    """The request of a sequence "request.branch"."""
+    return seq.rpartition(".")[0] or seq
+
+
 class Listing:
     """Findings in order, each root cause once, and a count of what is left out.
 
@@ -164,6 +169,45 @@ class Listing:
         else:
             self.count(f"{finding.code} not listed")
         return True
+
+    def report(
+        self,
+        code: Code,
+        step: int | None,
+        what: str,
+        *,
+        once: object = None,
+        request: str | None = None,
+        seq: str | None = None,
+        position: int | None = None,
+        block: int | None = None,
+        rank: int | None = None,
+    ) -> bool:
+        """`add` a finding whose message is "Step S, WHO: `what`."."""
+        if seq is not None:
+            request = request_of(seq)
+        place = [] if step is None else [f"Step {step}"]
+        who = seq if seq is not None else request
+        if who is not None:
+            place.append(who)
+        message = f"{', '.join(place)}: {what}." if place else f"{what[:1].upper()}{what[1:]}."
+        finding = Finding(
+            code=code,
+            message=message,
+            step=step,
+            request=request,
+            sequence=seq,
+            position=position,
+            block=block,
+            rank=rank,
+        )
+        return self.add(finding, once)
+
+    def result(self, check: str, part: str = "") -> CheckResult:
+        """What a part of a check has to say."""
+        return CheckResult(
+            check=check, part=part, findings=tuple(self.findings), counted=dict(self.counted)
+        )
 
     def count(self, name: str, by: int = 1) -> None:
         """Add to a figure."""

@@ -63,9 +63,7 @@ class Shadow:
     def poison(self, blocks: Iterable[int], write: Write) -> None:
         """Overwrite whole blocks with the poison pattern."""
         for block in blocks:
-            self.device[block] = Slots(
-                [POISONED] * self.block_size, [write] * self.block_size
-            )
+            self.device[block] = Slots([POISONED] * self.block_size, [write] * self.block_size)
 
     def copy(self, pairs: Iterable[tuple[int, int]], tick: int) -> None:
         """Copy device blocks, all sources read before any destination is written."""

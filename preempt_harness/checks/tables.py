@@ -93,7 +93,10 @@ class SchedulerTables:
             del self.leases[event.seq]
         elif len(left) != len(lease.blocks):
             born = {block: lease.born[block] for block in left}
-            self.leases[event.seq] = Lease(lease.seq, lease.step, left, born, lease.num_cached)
+            changed = Lease(lease.seq, lease.step, left, born, lease.num_cached)
+            self.leases[event.seq] = changed
+            if event.seq in self._scheduled.get(event.step, ()):
+                self._scheduled[event.step][event.seq] = changed  # a block replaced in its step
         return foreign
 
     def fork(self, event: Forked) -> None:
@@ -129,11 +132,6 @@ class SchedulerTables:
         self.refs[block] -= 1
         if not self.refs[block]:
             del self.refs[block]
-
-
-def request_of(seq: str) -> str:
-    """The request of a sequence "request.branch"."""
-    return seq.rpartition(".")[0] or seq
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

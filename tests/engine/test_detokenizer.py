@@ -156,12 +156,21 @@ def test_deltas_concatenate_with_byte_fallback_and_leading_spaces(
 
 
 @pytest.mark.parametrize(
-    "pattern", [b"\x80", b"\xf0\x9f\x98", b"a", b"a\xe6\xbc\xa2", b"\xf0"], ids=repr
+    "data",
+    [
+        b"a" * 2000,
+        b"\x80" * 2000,
+        b"\xf0" * 2000,
+        b"\xf0\x9f\x98" * 2000,
+        b"a\xe6\xbc\xa2" * 2000,
+        b"a" + b"\x80" * 22 + b"a" + b"\x80" * 2000,  # the longest context, then no character
+    ],
+    ids=lambda data: repr(data[-8:]),
 )
 def test_the_decoded_window_does_not_grow_with_the_output(
-    byte_level: HFTokenizer, byte_ids: BytePieces, pattern: bytes
+    byte_level: HFTokenizer, byte_ids: BytePieces, data: bytes
 ) -> None:
-    token_ids = byte_ids(pattern * 2000)
+    token_ids = byte_ids(data)
     recorder = WindowRecorder(byte_level)
     decoder = TextDecoder(recorder)
     deltas = [decoder.push(token_id) for token_id in token_ids]

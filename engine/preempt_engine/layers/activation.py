@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -44,7 +45,7 @@ class GatedActivation(nn.Module):
         self.size = size
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.split(self.size, dim=-1)  # [T, 2 * size] -> 2 x [T, size]
+        gate, up = torch.split(gate_up, self.size, dim=-1)  # [T, 2 * size] -> 2 x [T, size]
         return self.activation(gate) * up
 
 

@@ -23,7 +23,14 @@ OPT_ARCHITECTURES = ("OPTForCausalLM",)
 ARCHITECTURES = LLAMA_ARCHITECTURES + OPT_ARCHITECTURES
 
 # What a hub snapshot needs; pickled weights and code are never fetched.
-_HUB_PATTERNS = ["*.safetensors", "*.json", "tokenizer.model", "*.tiktoken", "merges.txt", "*.jinja"]
+_HUB_PATTERNS = [
+    "*.safetensors",
+    "*.json",
+    "tokenizer.model",
+    "*.tiktoken",
+    "merges.txt",
+    "*.jinja",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +79,7 @@ class ModelConfig:
         rope: rotary embedding; None where positions are learned (OPT).
         layer_windows: per layer, how many positions a query sees, itself included; None is all.
         dtype: the checkpoint's, "float32", "bfloat16" or "float16".
-        eos_token_ids: ids that end a generation, in the checkpoint's order.
+        eos_token_ids: ids that end a generation.
     """
 
     architecture: str
@@ -94,7 +101,7 @@ class ModelConfig:
     rope: RopeParameters | None
     layer_windows: tuple[int | None, ...]
     dtype: str
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: frozenset[int]
 
     @classmethod
     def from_directory(cls, path: str | Path) -> ModelConfig:
@@ -311,7 +318,9 @@ def _layer_windows(reader: ConfigReader, architecture: str) -> tuple[int | None,
             "layer_types", types, f"It must name {num_layers} layers of {sorted(known)}"
         )
     if types is not None and architecture in ("LlamaForCausalLM", "MistralForCausalLM"):
-        implied = {"full_attention" if window is None else "sliding_attention" for window in windows}
+        implied = {
+            "full_attention" if window is None else "sliding_attention" for window in windows
+        }
         if set(types) != implied:
             raise reader.refusal("layer_types", types, "This architecture treats all layers alike")
     return windows
@@ -322,15 +331,15 @@ def _dtype(reader: ConfigReader) -> str:
     return reader.choice(key, "float32", ("float32", "bfloat16", "float16"))
 
 
-def _eos_token_ids(reader: ConfigReader) -> tuple[int, ...]:
+def _eos_token_ids(reader: ConfigReader) -> frozenset[int]:
     """From `generation_config.json` if it names any, else from `config.json`."""
     generation = read_json(reader.directory / "generation_config.json") or {}
     value = generation.get("eos_token_id")
     if value is None:
         value = reader.raw.get("eos_token_id")
     if value is None:
-        return ()
+        return frozenset()
     ids = value if isinstance(value, list) else [value]
     if any(isinstance(item, bool) or not isinstance(item, int) for item in ids):
         raise reader.refusal("eos_token_id", value, "It must be an integer or a list of them")
-    return tuple(ids)
+    return frozenset(ids)

@@ -40,7 +40,7 @@ def read_row(logits: LogitsBatch, index: int) -> NDArray[np.float64]:
 
 
 def largest_ids(scores: NDArray[np.float64], num: int) -> NDArray[np.intp]:
-    """Ids of the `num` largest scores, largest first; the lower id wins a tie.
+    """Ids of the `num` largest scores, in rising order of id; the lower id wins a tie.
 
     Args:
         scores: [vocab_size], without NaN.
@@ -48,14 +48,14 @@ def largest_ids(scores: NDArray[np.float64], num: int) -> NDArray[np.intp]:
     """
     import numpy as np
 
-    num = min(num, scores.size)
+    if num >= scores.size:
+        return np.arange(scores.size)
     if num == 0:
         return np.empty(0, dtype=np.intp)
     threshold = np.partition(scores, scores.size - num)[scores.size - num]
-    above = np.flatnonzero(scores > threshold)
-    tied = np.flatnonzero(scores == threshold)[: num - above.size]
-    ids = np.concatenate([above, tied])
-    return ids[np.lexsort((ids, -scores[ids]))]
+    kept = scores > threshold
+    kept[np.flatnonzero(scores == threshold)[: num - np.count_nonzero(kept)]] = True
+    return np.flatnonzero(kept)
 
 
 def log_softmax(row: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -80,8 +80,17 @@ def top_logprobs(row: NDArray[np.float64], num: int, chosen: int) -> dict[int, f
         The chosen token is not repeated, so there are `num` or `num` + 1 entries.
     """
     logprobs = log_softmax(row)
-    ids = [chosen, *largest_ids(row, num).tolist()]
+    ids = [chosen, *_most_likely(row, num)]
     return {token_id: float(logprobs[token_id]) for token_id in ids}
+
+
+def _most_likely(row: NDArray[np.float64], num: int) -> list[int]:
+    """Ids of the `num` largest, largest first; the lower id first in a tie."""
+    import numpy as np
+
+    ids = largest_ids(row, num)
+    ordered: list[int] = ids[np.argsort(-row[ids], kind="stable")].tolist()
+    return ordered
 
 
 def top_logprobs_of_rows(
@@ -124,7 +133,7 @@ def score_rows(logits: LogitsBatch, rows: Seq[int], token_ids: Seq[int]) -> list
 def _score(row: NDArray[np.float64], token_id: int) -> TokenScore:
     assert 0 <= token_id < row.size, f"token {token_id} is not in a vocabulary of {row.size}"
     logprobs = log_softmax(row)
-    top, second = largest_ids(row, 2).tolist()
+    top, second = _most_likely(row, 2)
     return TokenScore(
         token_id=token_id,
         logprob=float(logprobs[token_id]),

@@ -53,25 +53,21 @@ def uniform_noise(
     return noise
 
 
-def gumbel_noise(
-    seed: int, branch: int, position: int, purpose: str, size: int
-) -> NDArray[np.float64]:
-    """Standard Gumbel noise, -log(-log(u)), with the arguments of `uniform_noise`.
+def gumbel(uniform: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Standard Gumbel noise, -log(-log(u)), of uniform noise on (0, 1); elementwise.
 
     The argmax of log probabilities plus this noise is a draw from their distribution: the
     Gumbel-max trick (Maddison, Tarlow and Minka, "A* Sampling", https://arxiv.org/abs/1411.0030,
     section 2).
 
     Returns:
-        float64 [size], finite, in (-3.7, 36.8).
+        float64, same shape; from `uniform_noise` finite, in (-3.7, 36.8).
     """
     import numpy as np
 
-    noise = uniform_noise(seed, branch, position, purpose, size)
-    for _ in range(2):  # in place: the vocabulary is long, and this is most of a choice's cost
-        np.log(noise, out=noise)
-        np.negative(noise, out=noise)
-    return noise
+    noise = -np.log(uniform)
+    np.log(noise, out=noise)  # in place: vocabularies are long
+    return np.negative(noise, out=noise)
 
 
 def derive_seed(engine_seed: int, arrival_index: int) -> int:

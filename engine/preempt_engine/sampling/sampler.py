@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from preempt_engine.errors import InfeasibleRequestError, LogitsProcessorError
 from preempt_engine.sampling.history import ProcessorState
 from preempt_engine.sampling.logprobs import largest_ids, read_row, top_logprobs
-from preempt_engine.sampling.noise import TOKEN_CHOICE, gumbel_noise
+from preempt_engine.sampling.noise import TOKEN_CHOICE, gumbel, uniform_noise
 from preempt_engine.sampling.params import SamplingParams
 from preempt_engine.step import LogitsBatch
 
@@ -160,13 +160,14 @@ def _what_forbids(request: SampleRequest) -> str:
 
 def _choose(scores: NDArray[np.float64], request: SampleRequest) -> int:
     """The largest score, after temperature, filters and noise unless greedy; lowest id on a tie."""
-    if not request.params.greedy:
-        scores = apply_temperature(scores, request.params.temperature)
-        scores = apply_filters(scores, request.params)
-        scores = scores + gumbel_noise(
-            request.seed, request.branch, request.position, TOKEN_CHOICE, scores.size
-        )
-    return int(scores.argmax())
+    if request.params.greedy:
+        return int(scores.argmax())
+    scores = apply_temperature(scores, request.params.temperature)
+    ids = surviving_ids(scores, request.params)  # [num_survivors], rising
+    uniform = uniform_noise(
+        request.seed, request.branch, request.position, TOKEN_CHOICE, scores.size
+    )
+    return int(ids[(scores[ids] + gumbel(uniform[ids])).argmax()])
 
 
 def apply_temperature(scores: NDArray[np.float64], temperature: float) -> NDArray[np.float64]:
@@ -182,33 +183,27 @@ def apply_temperature(scores: NDArray[np.float64], temperature: float) -> NDArra
     return shifted
 
 
-def apply_filters(scores: NDArray[np.float64], params: SamplingParams) -> NDArray[np.float64]:
-    """Scores with -inf for each token that min-p, top-k or top-p drops.
+def surviving_ids(scores: NDArray[np.float64], params: SamplingParams) -> NDArray[np.intp]:
+    """Ids that min-p, top-k and top-p leave to choose from, in rising order.
 
     Each filter sees the distribution that the one before it left, renormalised. The most likely
     token always stays. Where the border of top-k or top-p falls among equals, the lower ids stay,
     so exactly k tokens stay and `top_k=1` is greedy. (vLLM's top-k keeps all equals.)
 
     Args:
-        scores: [vocab_size], the largest is 0; -inf marks tokens dropped before.
+        scores: [vocab_size], the largest is 0; -inf marks a token that cannot be chosen.
     """
-    if params.min_p > 0:
-        scores = _keep(scores, scores >= math.log(params.min_p))
-    if 0 < params.top_k < scores.size:
-        scores = _keep(scores, largest_ids(scores, params.top_k))
-    if params.top_p < 1:
-        scores = _keep(scores, largest_ids(scores, _nucleus_size(scores, params.top_p)))
-    return scores
-
-
-def _keep(
-    scores: NDArray[np.float64], kept: NDArray[np.bool_] | NDArray[np.intp]
-) -> NDArray[np.float64]:
     import numpy as np
 
-    result = np.full_like(scores, -math.inf)
-    result[kept] = scores[kept]
-    return result
+    if params.min_p > 0:
+        ids = np.flatnonzero(scores >= math.log(params.min_p))
+    else:
+        ids = np.flatnonzero(scores > -math.inf)
+    if params.top_k > 0:
+        ids = ids[largest_ids(scores[ids], params.top_k)]
+    if params.top_p < 1:
+        ids = ids[largest_ids(scores[ids], _nucleus_size(scores[ids], params.top_p))]
+    return ids
 
 
 def _nucleus_size(scores: NDArray[np.float64], top_p: float) -> int:
@@ -219,6 +214,6 @@ def _nucleus_size(scores: NDArray[np.float64], top_p: float) -> int:
     """
     import numpy as np
 
-    weights = np.sort(np.exp(scores))[::-1]  # [vocab_size], falling
+    weights = np.sort(np.exp(scores))[::-1]  # [num_survivors], falling
     reached = np.cumsum(weights)
     return int(np.searchsorted(reached, top_p * reached[-1])) + 1

@@ -1,0 +1,248 @@
+"""Runs a model on this worker: weights, KV memory and the forward pass of each step.
+
+It executes what `SchedulerOutput` says and decides nothing; it knows no request, only sequences,
+and it never samples.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from preempt_engine.attention.protocol import AttentionBackend
+from preempt_engine.attention.select import select_backend
+from preempt_engine.config import EngineConfig
+from preempt_engine.errors import ConfigError, EngineClosedError
+from preempt_engine.layers.row_plan import RowPlan
+from preempt_engine.models.config import ModelConfig, resolve_model
+from preempt_engine.models.protocol import CausalLM
+from preempt_engine.models.registry import load_model
+from preempt_engine.observer import EngineObserver
+from preempt_engine.step import SchedulerOutput
+from preempt_engine.worker.determinism import ProbeSetting, choose_row_plan
+from preempt_engine.worker.kv_cache import KVCache, choose_num_blocks
+from preempt_engine.worker.state import WorkerState
+from preempt_engine.worker.step_inputs import StepInputs, build_step_inputs
+from preempt_engine.worker.torch_logits import TorchLogits
+
+_RANK = 0  # of the only worker
+
+
+class ModelRunner:
+    """One worker with a real model.
+
+    Args:
+        config: of the engine; `model` is a directory or a hub id.
+        observer: told what the attention backend is given; may be set or changed later.
+
+    Attributes:
+        model_config: of the checkpoint.
+        num_kv_blocks: size of the pool.
+        vocab_size: columns of the logits.
+        max_model_len: most positions of a sequence.
+        eos_token_ids: ids that end a generation.
+        row_plan: how rows are padded; `RowPlan(1)` without `deterministic`.
+
+    Raises:
+        ModelNotFoundError: the model leads to no usable checkpoint.
+        UnsupportedModelError: it asks for mathematics that is not implemented.
+        ConfigError: an argument contradicts the model or the device.
+        DeterminismError: `deterministic` cannot be honoured here.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, config: EngineConfig, observer: EngineObserver | None = None) -> None:
+        directory = resolve_model(config.model)
+        self.config = config
+        self.observer = observer
+        self.model_config = ModelConfig.from_directory(directory)
+        self.device = choose_device(config.device)
+        self.dtype = choose_dtype(config.dtype, self.model_config, self.device)
+        self.max_model_len = choose_max_model_len(config, self.model_config)
+        self.vocab_size = self.model_config.vocab_size
+        self.eos_token_ids = self.model_config.eos_token_ids
+        self._model: CausalLM | None = self._load(directory)
+        self.row_plan, self._attention = self._choose_attention(self._model)
+        self.num_kv_blocks = choose_num_blocks(config, self.model_config, self.dtype, self.device)
+        self._kv_cache: KVCache | None = KVCache(
+            self.model_config,
+            num_blocks=self.num_kv_blocks,
+            block_size=config.block_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.state = WorkerState(config.block_size)
+
+    @torch.inference_mode()
+    def execute(self, step: SchedulerOutput) -> TorchLogits:
+        """Apply the step's deltas, poison, copies, and compute its tokens.
+
+        Returns:
+            `step.num_logits` rows, in the order of `step.scheduled` and of positions.
+
+        Raises:
+            EngineClosedError: after `close`.
+        """
+        if self._model is None or self._kv_cache is None:
+            raise EngineClosedError("The model runner is closed.", "Build a new engine.")
+        # 1. Memory: what the worker knows, then what lies in the blocks.
+        self.state.apply(step)
+        self._move_blocks(step, self._kv_cache)
+        if not step.scheduled:
+            return TorchLogits(torch.empty(0, self.vocab_size, device=self.device))
+        # 2. Tensors.
+        inputs = build_step_inputs(step, self.state, self.device, self.row_plan)
+        if self.observer is not None:
+            _report_computed(self.observer, step, inputs)
+        # 3. Forward; the head runs on the wanted rows only.
+        plan = self._attention.plan(inputs.metadata)
+        hidden = self._model.forward(
+            inputs.input_ids, inputs.positions, self._kv_cache.layers, plan
+        )  # [T', hidden]
+        if not inputs.num_logits:
+            return TorchLogits(torch.empty(0, self.vocab_size, device=self.device))
+        if inputs.logits_rows is not None:
+            hidden = hidden.index_select(0, inputs.logits_rows)  # [R', hidden]
+        logits = self._model.compute_logits(hidden)  # [R', vocab]
+        return TorchLogits(logits[: inputs.num_logits])
+
+    def reset(self) -> None:
+        """Forget all sequences; what lies in the blocks stays."""
+        self.state = WorkerState(self.config.block_size)
+
+    def close(self) -> None:
+        """Release weights and KV memory. Further calls do nothing."""
+        self._model = None
+        self._kv_cache = None
+        self.reset()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _load(self, directory: Path) -> CausalLM:
+        return load_model(
+            directory,
+            self.model_config,
+            max_model_len=self.max_model_len,
+            dtype=self.dtype,
+            device=self.device,
+            deterministic=self.config.deterministic,
+        )
+
+    def _choose_attention(self, model: CausalLM) -> tuple[RowPlan, AttentionBackend]:
+        config = self.config
+        scale = self.model_config.head_dim**-0.5
+        if not config.deterministic:
+            return RowPlan(1), select_backend(config, self.device, scale=scale, row_plan=None)
+
+        def make_attention(row_plan: RowPlan) -> AttentionBackend:
+            return select_backend(config, self.device, scale=scale, row_plan=row_plan)
+
+        setting = ProbeSetting(
+            model=self.model_config,
+            dtype=self.dtype,
+            device=self.device,
+            block_size=config.block_size,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        row_plan = choose_row_plan(list(model.modules()), make_attention, setting)
+        return row_plan, make_attention(row_plan)
+
+    def _move_blocks(self, step: SchedulerOutput, kv_cache: KVCache) -> None:
+        if step.poison_block_ids:
+            kv_cache.poison(step.poison_block_ids)
+            if self.observer is not None:
+                self.observer.blocks_poisoned(step.step_id, _RANK, list(step.poison_block_ids))
+        if step.block_copies:
+            kv_cache.copy_blocks(step.block_copies)
+            if self.observer is not None:
+                self.observer.worker_copied(step.step_id, _RANK, list(step.block_copies))
+
+
+def _report_computed(observer: EngineObserver, step: SchedulerOutput, inputs: StepInputs) -> None:
+    """Report the tensors of the forward pass, read back; nothing comes from the scheduler."""
+    metadata = inputs.metadata
+    token_ids = inputs.input_ids.tolist()
+    positions = inputs.positions.tolist()
+    slots = metadata.slot_mapping.tolist()
+    tables = metadata.block_tables.tolist()
+    for row, item in enumerate(step.scheduled):
+        first, end = metadata.query_start[row], metadata.query_start[row + 1]
+        read_len = metadata.read_lens[row]
+        observer.computed(
+            step.step_id,
+            _RANK,
+            item.key,
+            positions[first],
+            token_ids[first:end],
+            slots[first:end],
+            tables[row][: -(-read_len // metadata.block_size)],
+            read_len,
+        )
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that `EngineConfig.device` names.
+
+    Raises:
+        ConfigError: the name is no device, or there is no such GPU.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"device={name!r} is unknown.", "Choose auto, cpu, cuda or cuda:N."
+        ) from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r} is not supported.", "Choose auto, cpu, cuda or cuda:N.")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigError(
+                f"device={name!r}: this machine has {count} CUDA devices that torch can use.",
+                "Choose device='cpu', or install torch for CUDA.",
+            )
+        return torch.device("cuda", device.index or 0)
+    return torch.device("cpu")
+
+
+def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype that `EngineConfig.dtype` names.
+
+    "auto" is the checkpoint's on a GPU and float32 on a CPU, where 16-bit products are usually
+    emulated and slower. float16 is refused on a CPU: the models were trained in bfloat16 or
+    float32, nothing there is faster in float16, and activations may overflow it.
+
+    Raises:
+        ConfigError: float16 on a CPU.
+    """
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else model.dtype
+    if name == "float16" and device.type == "cpu":
+        raise ConfigError(
+            "dtype='float16' is not supported on a CPU.", "Use dtype='float32' or 'bfloat16'."
+        )
+    return {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }[name]
+
+
+def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """Most positions of a sequence.
+
+    Raises:
+        ConfigError: more than the model was made for.
+    """
+    limit = model.max_position_embeddings
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} exceeds the model's {limit} positions.",
+            f"Use max_model_len={limit} or less.",
+        )
+    return config.max_model_len

@@ -1,0 +1,110 @@
+"""The child's side of a session in a process of its own: `python -m` with a socket and a class.
+
+Answers one call after another until its parent is gone. Whatever the engine prints goes to the log
+that the parent gave as standard output and error; the frames have a socket to themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from preempt_harness.adapters.child import Call, RemoteError, Reply
+from preempt_harness.adapters.protocol import EngineAdapter, Session
+
+
+def main(arguments: list[str]) -> int:
+    """Serve calls.
+
+    Args:
+        arguments: file descriptor of the socket, module and qualified name of the adapter's class.
+    """
+    descriptor, module_name, class_name = arguments
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    connection = Connection(int(descriptor))
+    server = _Server(module_name, class_name)
+    while True:
+        try:
+            frame = connection.recv_bytes()
+        except EOFError:
+            os._exit(0)  # the parent is gone; the engine may have threads that never end
+        connection.send_bytes(msgspec.json.encode(server.answer(frame)))
+
+
+class _Server:
+    """Holds the adapter and the session of the moment."""
+
+    def __init__(self, module_name: str, class_name: str) -> None:
+        self._module_name = module_name
+        self._class_name = class_name
+        self._session: Session | None = None
+
+    def answer(self, frame: bytes) -> Reply:
+        """Carry out one call; an exception becomes part of the reply."""
+        call = msgspec.json.decode(frame, type=Call)
+        try:
+            if call.method == "open":
+                return self._open(call)
+            assert self._session is not None
+            reply = self._carry_out(call, self._session)
+            reply.unfinished = self._session.unfinished()
+            reply.results = self._session.results() if _ends_requests(call) else {}
+            if call.method == "close":
+                self._session = None
+            return reply
+        except Exception as error:
+            return Reply(
+                error=RemoteError(
+                    type(error).__name__,
+                    str(error),
+                    "".join(traceback.format_exception(error)),
+                )
+            )
+
+    def _open(self, call: Call) -> Reply:
+        assert call.settings is not None
+        target: object = importlib.import_module(self._module_name)
+        for name in self._class_name.split("."):
+            target = getattr(target, name)
+        assert isinstance(target, type)
+        adapter: EngineAdapter = target()
+        self._session = adapter.open(call.settings)
+        return Reply(info=self._session.info)
+
+    @staticmethod
+    def _carry_out(call: Call, session: Session) -> Reply:
+        match call.method:
+            case "submit":
+                assert call.request is not None
+                session.submit(call.request)
+            case "abort":
+                session.abort(call.name)
+            case "poll":
+                return Reply(events=list(session.poll(call.timeout_s)))
+            case "close":
+                return Reply(events=list(session.close()))
+            case "preempt":
+                session.preempt(call.name, call.mode)
+            case "hold_blocks":
+                return Reply(number=session.hold_blocks(call.number))
+            case "reset_prefix_cache":
+                session.reset_prefix_cache()
+            case "score":
+                return Reply(scores=session.score(call.prompt, call.continuation))
+            case _:
+                raise ValueError(f"unknown call {call.method!r}")
+        return Reply()
+
+
+def _ends_requests(call: Call) -> bool:
+    return call.method in ("poll", "abort", "close")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,58 @@
+"""The unpreempted run that outputs are compared with, made once per configuration and workload.
+
+A baseline is a trial like any other: with room, without a plan, and judged by every check. One that
+was preempted, or that has findings, is no baseline, and its problems say why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from preempt_harness.adapters.protocol import EngineAdapter
+from preempt_harness.budget import KVBudget
+from preempt_harness.checks import run_checks
+from preempt_harness.record import Baseline, Preempted, TrialRecord
+from preempt_harness.trial import Trial
+
+RunTrial = Callable[[Trial], TrialRecord]
+
+
+class BaselineStore:
+    """Baselines of one session, by what they depend on.
+
+    Args:
+        run: runs a trial on the adapter that it names.
+    """
+
+    def __init__(self, run: RunTrial) -> None:
+        self._run = run
+        self._known: dict[bytes, Baseline] = {}
+        self.num_runs = 0
+
+    def get(self, trial: Trial, adapter: EngineAdapter) -> Baseline:
+        """The baseline for a trial: the same engine, settings and workload, with room."""
+        room = KVBudget.roomy(trial.workload, adapter.admission_model(trial.settings))
+        roomy = Trial(
+            engine=trial.engine,
+            settings=msgspec.structs.replace(trial.settings, num_blocks=room.num_blocks),
+            workload=trial.workload,
+            budget=room.to_builtins(),
+        )
+        key = msgspec.msgpack.encode((roomy.engine, roomy.settings, roomy.workload))
+        if key not in self._known:
+            self.num_runs += 1
+            self._known[key] = as_baseline(self._run(roomy))
+        return self._known[key]
+
+
+def as_baseline(record: TrialRecord) -> Baseline:
+    """Judge an unpreempted run and keep what comparisons need of it."""
+    report = run_checks(record)
+    return Baseline(
+        kind="same-config",
+        results=record.results,
+        num_preemptions=sum(isinstance(event, Preempted) for event in record.events),
+        problems=[str(finding) for finding in report.findings],
+    )

@@ -1,0 +1,137 @@
+"""Accounting of totals: the engine's counters against the harness's own counts over the log.
+
+A counter and the event that it is compared with never come from the same line of the engine, so
+that one mistake cannot spoil both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
+from preempt_harness.record import (
+    BlocksAllocated,
+    Counters,
+    Event,
+    Finished,
+    Preempted,
+    Scheduled,
+    TokensDelivered,
+    TrialRecord,
+)
+
+COUNTER_INPUTS = {
+    "num_preemptions": {"Preempted"},
+    "num_recomputed_tokens": {"Preempted", "Scheduled"},
+    "num_cached_tokens": {"BlocksAllocated"},
+    "num_computed_tokens": {"Scheduled"},
+    "num_generated_tokens": {"TokensDelivered"},
+    "num_finished_requests": {"Finished"},
+    "num_steps": {"Scheduled"},
+}
+"""Counter -> the event types that the harness counts it from."""
+
+
+class Tally:
+    """The harness's own totals, event by event.
+
+    Recomputed tokens are those scheduled below the mark that the sequence had reached when it lost
+    its blocks. A position that is computed again because a draft was rejected was never lost, and
+    is none. What a request finds in the prefix cache counts once, at its first admission.
+
+    Attributes:
+        values: totals by the names of `COUNTER_NAMES`.
+        preemptions: request -> how often it was preempted.
+        cached_tokens: request -> tokens found at its first admission.
+        recomputed_tokens: request -> tokens recomputed.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.values: Counter[str] = Counter()
+        self.preemptions: Counter[str] = Counter()
+        self.cached_tokens: dict[str, int] = {}
+        self.recomputed_tokens: Counter[str] = Counter()
+        self._block_size = block_size
+        self._computed: dict[str, int] = {}
+        self._lost: dict[str, int] = {}
+        self._last_step = -1
+
+    def take(self, event: Event) -> None:
+        """Count an event."""
+        if isinstance(event, Scheduled):
+            self._schedule(event)
+        elif isinstance(event, TokensDelivered):
+            self.values["num_generated_tokens"] += len(event.token_ids)
+        elif isinstance(event, BlocksAllocated):
+            request = request_of(event.seq)
+            if request not in self.cached_tokens:
+                found = event.num_cached * self._block_size
+                self.cached_tokens[request] = found
+                self.values["num_cached_tokens"] += found
+        elif isinstance(event, Preempted):
+            self._preempt(event)
+        elif isinstance(event, Finished):
+            self.values["num_finished_requests"] += 1
+
+    def _schedule(self, event: Scheduled) -> None:
+        again = max(0, min(event.end, self._lost.get(event.seq, 0)) - event.start)
+        self.values["num_computed_tokens"] += event.end - event.start
+        self.values["num_recomputed_tokens"] += again
+        self.recomputed_tokens[request_of(event.seq)] += again
+        self._computed[event.seq] = event.end
+        if event.step != self._last_step:
+            self._last_step = event.step
+            self.values["num_steps"] += 1
+
+    def _preempt(self, event: Preempted) -> None:
+        self.values["num_preemptions"] += 1
+        self.preemptions[event.request] += 1
+        if event.mode == "swap":
+            return
+        for seq, computed in self._computed.items():
+            if request_of(seq) == event.request:
+                self._lost[seq] = max(self._lost.get(seq, 0), computed)
+
+
+def check_counters(record: TrialRecord) -> CheckResult:
+    """Every `Counters` event, and what each result says of its request."""
+    listing = Listing()
+    tally = Tally(record.header.block_size)
+    observed = set(record.header.observed)
+    names = [name for name, inputs in COUNTER_INPUTS.items() if inputs <= observed]
+    for event in record.events:
+        tally.take(event)
+        if isinstance(event, Counters):
+            for name in names:
+                if name in event.values:
+                    _compare(event, name, tally.values[name], listing)
+    if "Preempted" in observed:
+        _judge_results(record, "num_preemptions", tally.preemptions, listing)
+    if "BlocksAllocated" in observed:
+        _judge_results(record, "num_cached_tokens", tally.cached_tokens, listing)
+    return listing.result("accounting", "counters")
+
+
+def _compare(event: Counters, name: str, own: int, listing: Listing) -> None:
+    listing.count("counters judged")
+    value = event.values[name]
+    if value != own:
+        listing.report(
+            Code.ACC_COUNTER,
+            event.step,
+            f"the engine's {name} is {value}, the log's events add up to {own}",
+            once=name,
+        )
+
+
+def _judge_results(record: TrialRecord, name: str, own: dict[str, int], listing: Listing) -> None:
+    for request, result in record.results.items():
+        reported = getattr(result, name)
+        if reported is not None and reported != own.get(request, 0):
+            listing.report(
+                Code.ACC_REQUEST_COUNTER,
+                None,
+                f"the result says {name} {reported}, the log's events add up to "
+                f"{own.get(request, 0)}",
+                request=request,
+            )

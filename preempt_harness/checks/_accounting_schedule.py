@@ -1,0 +1,172 @@
+"""Accounting of decisions: preemptions that make sense, and a step's limits."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
+from preempt_harness.checks.tables import SchedulerTables
+from preempt_harness.record import (
+    Aborted,
+    Arrived,
+    BlocksAllocated,
+    BlocksFreed,
+    Event,
+    Finished,
+    Forked,
+    Preempted,
+    Resumed,
+    Scheduled,
+    StepDone,
+    StepLaunched,
+    TokensDelivered,
+    TrialRecord,
+)
+
+
+def check_preemptions(record: TrialRecord) -> CheckResult:
+    """A victim held blocks, gives them back, is not computed, and its figures are right."""
+    judge = _Preemptions(record.header.block_size)
+    for event in record.events:
+        judge.take(event)
+    return judge.listing.result("accounting", "preemptions")
+
+
+class _Preemptions:
+    def __init__(self, block_size: int) -> None:
+        self.listing = Listing()
+        self._block_size = block_size
+        self._tables = SchedulerTables()
+        self._freed_in: dict[str, int] = {}
+        self._scheduled_in: dict[str, int] = {}
+        self._away: dict[str, int] = {}
+        self._num_tokens: Counter[str] = Counter()
+        self._computed: dict[str, set[int]] = {}
+        self._in_flight: dict[int, dict[str, int]] = {}
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Scheduled):
+            self._schedule(event)
+        elif isinstance(event, BlocksAllocated):
+            if event.seq not in self._tables.leases:
+                self._computed[event.seq] = {event.num_cached * self._block_size}
+            self._tables.allocate(event)
+        elif isinstance(event, BlocksFreed):
+            self._tables.free(event)
+            self._freed_in[request_of(event.seq)] = event.step
+        elif isinstance(event, Forked):
+            self._tables.fork(event)
+        elif isinstance(event, Arrived):
+            self._num_tokens[f"{event.request}.0"] = len(event.prompt_token_ids)
+        elif isinstance(event, TokensDelivered):
+            self._num_tokens[event.seq] += len(event.token_ids)
+        elif isinstance(event, Preempted):
+            self._preempt(event)
+        elif isinstance(event, Resumed | Finished | Aborted):
+            self._away.pop(event.request, None)
+        elif isinstance(event, StepLaunched | StepDone):
+            self._judge_away(event.step)
+            if isinstance(event, StepDone):
+                for seq, end in self._in_flight.pop(event.step, {}).items():
+                    self._computed[seq] = {end}
+
+    def _schedule(self, event: Scheduled) -> None:
+        request = request_of(event.seq)
+        self._scheduled_in[request] = event.step
+        self._in_flight.setdefault(event.step, {})[event.seq] = event.end
+        self._computed.setdefault(event.seq, set()).add(event.end)
+        if request in self._away:
+            self._report_scheduled(event.step, request, self._away[request])
+
+    def _report_scheduled(self, step: int, request: str, preempted: int) -> None:
+        self.listing.report(
+            Code.ACC_PREEMPTED_SCHEDULED,
+            step,
+            f"it is scheduled although it was preempted in step {preempted} and not admitted again",
+            once=request,
+            request=request,
+        )
+
+    def _preempt(self, event: Preempted) -> None:
+        self.listing.count("preemptions judged")
+        request = event.request
+        held = any(request_of(seq) == request for seq in self._tables.leases)
+        if not held and self._freed_in.pop(request, None) != event.step:
+            self.listing.report(
+                Code.ACC_PREEMPTED_EMPTY,
+                event.step,
+                "it is preempted although it holds no blocks"
+                + (", being preempted already" if request in self._away else ""),
+                request=request,
+            )
+        if self._scheduled_in.get(request) == event.step:
+            self._report_scheduled(event.step, request, event.step)
+        self._away[request] = event.step
+        self._judge_figures(event)
+
+    def _judge_figures(self, event: Preempted) -> None:
+        """The event's own figures; with steps in flight they may lie on either side of them."""
+        seq = f"{event.request}.0"
+        ends = self._computed.get(seq, {0})
+        num_known = self._num_tokens[seq]
+        num_late = sum(seq in rows for rows in self._in_flight.values())
+        if event.num_computed_tokens not in ends:
+            self.listing.report(
+                Code.ACC_PREEMPTED_COUNT,
+                event.step,
+                f"it is preempted with {event.num_computed_tokens} computed tokens by the "
+                f"engine's account, with {' or '.join(map(str, sorted(ends)))} by the log's",
+                request=event.request,
+            )
+        elif not num_known <= event.num_tokens <= num_known + num_late:
+            self.listing.report(
+                Code.ACC_PREEMPTED_COUNT,
+                event.step,
+                f"it is preempted with {event.num_tokens} tokens by the engine's account, but "
+                f"prompt and delivered tokens are {num_known}",
+                request=event.request,
+            )
+
+    def _judge_away(self, step: int) -> None:
+        for seq, lease in self._tables.leases.items():
+            preempted = self._away.get(request_of(seq))
+            if preempted is not None:
+                self.listing.report(
+                    Code.ACC_PREEMPTED_KEEPS,
+                    step,
+                    f"it was preempted in step {preempted} and still holds "
+                    f"{len(lease.blocks)} blocks",
+                    once=(seq, preempted),
+                    seq=seq,
+                    block=lease.blocks[0],
+                )
+
+
+def check_limits(record: TrialRecord) -> CheckResult:
+    """No step exceeds the token budget or the number of requests that may run."""
+    listing = Listing()
+    tokens: Counter[int] = Counter()
+    requests: dict[int, set[str]] = {}
+    for event in record.events:
+        if isinstance(event, Scheduled):
+            tokens[event.step] += event.end - event.start
+            requests.setdefault(event.step, set()).add(request_of(event.seq))
+    budget = record.header.config.get("max_num_batched_tokens")
+    most = record.header.config.get("max_num_seqs")
+    for step in sorted(requests):
+        listing.count("steps judged")
+        if isinstance(budget, int) and tokens[step] > budget:
+            listing.report(
+                Code.ACC_TOKEN_BUDGET,
+                step,
+                f"{tokens[step]} tokens are scheduled, the budget is {budget}",
+                once="budget",
+            )
+        if isinstance(most, int) and len(requests[step]) > most:
+            listing.report(
+                Code.ACC_MAX_SEQS,
+                step,
+                f"{len(requests[step])} requests are scheduled, at most {most} may run",
+                once="seqs",
+            )
+    return listing.result("accounting", "limits")

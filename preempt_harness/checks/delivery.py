@@ -1,0 +1,313 @@
+"""Delivery: what reached the user, piece by piece and as a whole.
+
+Judges the stream (`TokensDelivered`) against the results and the results against what the workload
+asked for. Knows no blocks and no steps but as places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
+from preempt_harness.checks.tables import first_difference
+from preempt_harness.record import (
+    Aborted,
+    EngineError,
+    Finished,
+    Header,
+    RequestResult,
+    SequenceOutput,
+    TokensDelivered,
+    TrialRecord,
+)
+from preempt_harness.workload import RequestSpec, Workload
+
+
+@dataclass(slots=True)
+class _Stream:
+    """Everything delivered for one sequence."""
+
+    tokens: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    text: str = ""
+    last_step: int = 0
+
+
+def workload_of(record: TrialRecord) -> dict[str, RequestSpec]:
+    """The workload's requests by id.
+
+    Raises:
+        msgspec.ValidationError: the header's workload is not one.
+    """
+    workload = msgspec.convert(record.header.workload, Workload)
+    return {request.id: request for request in workload.requests}
+
+
+def check_stream(record: TrialRecord) -> CheckResult:
+    """Every token once and in order, and nothing after the end."""
+    listing = Listing()
+    specs = workload_of(record)
+    streams: dict[str, _Stream] = {}
+    ended: dict[str, str] = {}
+    for event in record.events:
+        if isinstance(event, Finished | Aborted):
+            ended[event.request] = "finished" if isinstance(event, Finished) else "aborted"
+        elif isinstance(event, TokensDelivered):
+            _take(event, specs, ended, streams, listing)
+    crashed = any(isinstance(event, EngineError) for event in record.events)
+    for request, result in record.results.items():
+        for branch, output in enumerate(result.outputs):
+            seq = f"{request}.{branch}"
+            stream = streams.get(seq, _Stream())
+            listing.count("streams judged")
+            # A dead engine cannot hand over what it had just delivered.
+            if not (crashed and not result.finished):
+                _compare(seq, stream, output, listing)
+    return listing.result("delivery", "stream")
+
+
+def _take(
+    event: TokensDelivered,
+    specs: dict[str, RequestSpec],
+    ended: dict[str, str],
+    streams: dict[str, _Stream],
+    listing: Listing,
+) -> None:
+    request = request_of(event.seq)
+    if request not in specs:
+        listing.report(
+            Code.DEL_UNKNOWN,
+            event.step,
+            f"tokens {event.token_ids} are delivered, but the workload has no such request",
+            once=event.seq,
+            seq=event.seq,
+        )
+        return
+    stream = streams.setdefault(event.seq, _Stream())
+    if request in ended:
+        listing.report(
+            Code.DEL_LATE,
+            event.step,
+            f"tokens {event.token_ids} are delivered after the request was {ended[request]}",
+            once=event.seq,
+            seq=event.seq,
+            position=specs[request].num_prompt_tokens + len(stream.tokens),
+        )
+    if event.logprobs is not None and len(event.logprobs) != len(event.token_ids):
+        listing.report(
+            Code.DEL_LOGPROBS,
+            event.step,
+            f"{len(event.token_ids)} tokens are delivered with {len(event.logprobs)} entries of "
+            f"log probabilities",
+            once=event.seq,
+            seq=event.seq,
+        )
+    stream.tokens += event.token_ids
+    stream.steps += [event.step] * len(event.token_ids)
+    stream.text += event.text
+    stream.last_step = event.step
+
+
+def _compare(seq: str, stream: _Stream, output: SequenceOutput, listing: Listing) -> None:
+    index = first_difference(stream.tokens, output.token_ids)
+    if index is not None:
+        code, what = _name_difference(stream.tokens, output.token_ids, index)
+        step = stream.steps[index] if index < len(stream.steps) else stream.last_step
+        listing.report(code, step, what, seq=seq, position=index)
+        return
+    at = first_difference(stream.text, output.text)
+    if at is not None:
+        listing.report(
+            Code.DEL_TEXT,
+            stream.last_step,
+            f"the text pieces add up to something else than the output's text from character "
+            f"{at}: {stream.text[at : at + 20]!r} where the output has "
+            f"{output.text[at : at + 20]!r}",
+            seq=seq,
+        )
+
+
+def _name_difference(streamed: list[int], final: list[int], index: int) -> tuple[Code, str]:
+    surplus = len(streamed) - len(final)
+    if surplus > 0 and streamed[index + surplus :] == final[index:]:
+        extra = streamed[index : index + surplus]
+        return Code.DEL_TOKEN_REPEATED, (
+            f"tokens {extra} are delivered at output index {index} in addition to the output's "
+            f"{len(final)} tokens"
+        )
+    if surplus < 0 and streamed[index:] == final[index - surplus :]:
+        lost = final[index : index - surplus]
+        return Code.DEL_TOKEN_LOST, (
+            f"tokens {lost} of the output, from index {index}, were never delivered"
+        )
+    return Code.DEL_TOKEN_CHANGED, (
+        f"from output index {index} the delivered tokens are {streamed[index : index + 8]}, the "
+        f"output's are {final[index : index + 8]}"
+    )
+
+
+def check_results(record: TrialRecord) -> CheckResult:
+    """Every request has a result, as long and as complete as it asked for."""
+    listing = Listing()
+    specs = workload_of(record)
+    crashed = any(isinstance(event, EngineError) for event in record.events)
+    aborted = _aborted(record, specs)
+    for request in record.results:
+        if request not in specs:
+            listing.report(
+                Code.DEL_UNKNOWN,
+                None,
+                "there is a result, but the workload has no such request",
+                request=request,
+            )
+    for request, spec in specs.items():
+        result = record.results.get(request)
+        if result is None or (not result.outputs and not result.error):
+            if not crashed and request not in aborted:
+                listing.report(
+                    Code.DEL_NO_RESULT, None, "the request has no result", request=request
+                )
+            continue
+        listing.count("results judged")
+        baseline = record.baseline.results.get(request) if record.baseline else None
+        for branch, output in enumerate(result.outputs):
+            seq = f"{request}.{branch}"
+            _judge_logprobs(seq, spec, output, listing)
+            _judge_length(seq, spec, output, listing)
+            for what in _wrong_finish(record.header, spec, result, output, request in aborted):
+                listing.report(Code.DEL_FINISH_REASON, None, what, seq=seq, once=seq)
+            if baseline is not None and branch < len(baseline.outputs):
+                _compare_finish(seq, output, baseline.outputs[branch], request in aborted, listing)
+    return listing.result("delivery", "results")
+
+
+def _aborted(record: TrialRecord, specs: dict[str, RequestSpec]) -> set[str]:
+    """Requests that somebody aborted, by the log or, if it does not tell, by the workload."""
+    if "Aborted" in record.header.observed:
+        return {event.request for event in record.events if isinstance(event, Aborted)}
+    workload = msgspec.convert(record.header.workload, Workload)
+    asked = {item.request for item in workload.operations if item.kind == "abort"}
+    by_plan = {request for request in specs if f"abort:{request}@" in record.header.plan}
+    return asked | by_plan
+
+
+def _judge_logprobs(seq: str, spec: RequestSpec, output: SequenceOutput, listing: Listing) -> None:
+    if spec.sampling.logprobs is None:
+        return
+    entries = output.logprobs or []
+    if len(entries) != len(output.token_ids):
+        listing.report(
+            Code.DEL_LOGPROBS,
+            None,
+            f"log probabilities were asked for; the output has {len(output.token_ids)} tokens "
+            f"and {len(entries)} entries",
+            seq=seq,
+        )
+        return
+    for index, (token_id, entry) in enumerate(zip(output.token_ids, entries, strict=True)):
+        if token_id not in entry:
+            listing.report(
+                Code.DEL_LOGPROBS,
+                None,
+                f"output token {index} is {token_id}, its log probabilities are of tokens "
+                f"{sorted(entry)} only",
+                once=seq,
+                seq=seq,
+                position=spec.num_prompt_tokens + index,
+            )
+
+
+def _judge_length(seq: str, spec: RequestSpec, output: SequenceOutput, listing: Listing) -> None:
+    length = len(output.token_ids)
+    if length > spec.sampling.max_tokens:
+        listing.report(
+            Code.DEL_MAX_TOKENS,
+            None,
+            f"{length} tokens were generated, max_tokens is {spec.sampling.max_tokens}",
+            seq=seq,
+        )
+    if output.finish_reason == "stop" and length < spec.sampling.min_tokens:
+        listing.report(
+            Code.DEL_MIN_TOKENS,
+            None,
+            f"it stopped after {length} tokens, min_tokens is {spec.sampling.min_tokens}",
+            seq=seq,
+        )
+
+
+def _wrong_finish(
+    header: Header, spec: RequestSpec, result: RequestResult, output: SequenceOutput, aborted: bool
+) -> Iterator[str]:
+    """What is wrong with how an output ended."""
+    reason = output.finish_reason
+    if reason == "length":
+        if not _at_limit(header, spec, len(output.token_ids)):
+            yield (
+                f"finish reason 'length' after {len(output.token_ids)} tokens, but max_tokens is "
+                f"{spec.sampling.max_tokens} and no limit of model or pool is reached"
+            )
+    elif reason == "stop":
+        yield from _wrong_stop(spec, output)
+    elif reason == "abort":
+        if not aborted:
+            yield "finish reason 'abort', but nobody aborted it"
+    elif reason == "error":
+        if not result.error:
+            yield "finish reason 'error' without an error"
+    elif reason is not None:
+        yield f"finish reason {reason!r} is none of 'stop', 'length', 'abort', 'error'"
+    elif result.finished and not result.error:
+        yield "it is finished without a finish reason"
+
+
+def _at_limit(header: Header, spec: RequestSpec, num_output_tokens: int) -> bool:
+    """Whether max_tokens, the model or the pool ends the request here."""
+    if num_output_tokens >= spec.sampling.max_tokens:
+        return True
+    total = spec.num_prompt_tokens + num_output_tokens
+    if header.max_total_tokens is not None:
+        return total >= header.max_total_tokens
+    model = header.config.get("max_model_len")
+    if isinstance(model, int) and total >= model:
+        return True
+    # An engine may keep one block for itself.
+    return total >= (header.num_blocks - 1) * header.block_size
+
+
+def _wrong_stop(spec: RequestSpec, output: SequenceOutput) -> Iterator[str]:
+    sampling = spec.sampling
+    last = output.token_ids[-1] if output.token_ids else None
+    if last in sampling.stop_token_ids:
+        return
+    if any(isinstance(output.stop_reason, str) and output.stop_reason == s for s in sampling.stop):
+        stop = str(output.stop_reason)
+        if stop in output.text:
+            yield f"it stopped at {stop!r}, which is still in its text"
+        return
+    if sampling.ignore_eos and not sampling.stop:
+        yield (
+            f"finish reason 'stop' at token {last}, which is none of its stop tokens "
+            f"{list(sampling.stop_token_ids)}, and end-of-sequence is to be ignored"
+        )
+
+
+def _compare_finish(
+    seq: str, output: SequenceOutput, baseline: SequenceOutput, aborted: bool, listing: Listing
+) -> None:
+    """Equal tokens end for equal reasons."""
+    if aborted or output.token_ids != baseline.token_ids:
+        return
+    mine = (output.finish_reason, output.stop_reason)
+    other = (baseline.finish_reason, baseline.stop_reason)
+    if mine != other:
+        listing.report(
+            Code.DEL_FINISH_REASON,
+            None,
+            f"the same tokens ended with (finish reason, stop reason) {mine}, unpreempted with "
+            f"{other}",
+            once=seq,
+            seq=seq,
+        )

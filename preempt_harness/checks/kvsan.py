@@ -1,0 +1,329 @@
+"""KVSan: shadow memory for a paged KV cache, in the manner of AddressSanitizer.
+
+Judges what workers were really given (`Computed`) against each sequence's own tokens, and against
+who holds which block by the scheduler's account. Needs block tables, no tensors and no model. Owns
+the order of events and what concerns all ranks; one rank's judgement is `sanitizer.py`.
+
+Chain values (`chain.py`): a slot of position p holds `h_p = H(h_{p-1} as read back through the
+block table, token_p, p)`. A read at p is right iff the slot holds the value that the reader's own
+tokens 0..p lead to. Who wrote it is reported, not judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from preempt_harness.checks._kvsan_state import Context
+from preempt_harness.checks.finding import CheckResult, Code, Finding, Listing, request_of
+from preempt_harness.checks.sanitizer import RankSanitizer
+from preempt_harness.checks.tables import SchedulerTables
+from preempt_harness.record import (
+    Aborted,
+    Arrived,
+    BlocksAllocated,
+    BlocksFreed,
+    BlocksPoisoned,
+    Computed,
+    EngineError,
+    Event,
+    Finished,
+    Forked,
+    Header,
+    Preempted,
+    Resumed,
+    Scheduled,
+    TokensDelivered,
+    TrialRecord,
+    WorkerCopied,
+    WorkerSwappedIn,
+    WorkerSwappedOut,
+)
+
+Verify = Literal["incremental", "full"]
+
+CONTENT_EVENTS = frozenset({"Arrived", "Computed", "TokensDelivered"})
+OWNERSHIP_EVENTS = frozenset({"BlocksAllocated", "BlocksFreed"})
+
+
+class KVSan:
+    """Judges events one by one, live or from a record.
+
+    Args:
+        header: of the record: block size, pool, ranks, and what is observed.
+        verify: "incremental", or "full" to read everything every step; same findings.
+    """
+
+    def __init__(self, header: Header, *, verify: Verify = "incremental") -> None:
+        self._listing = Listing()
+        sees_ownership = set(header.observed) >= OWNERSHIP_EVENTS
+        self._tables = SchedulerTables() if sees_ownership else None
+        self._num_ranks = header.num_ranks
+        self._context = Context(
+            block_size=header.block_size,
+            num_blocks=header.num_blocks,
+            vocab_size=header.vocab_size,
+            tables=self._tables,
+            listing=self._listing,
+            full=verify == "full",
+        )
+        self._ranks = [RankSanitizer(rank, self._context) for rank in range(header.num_ranks)]
+        self._tick = 0
+        self._rows: dict[int, list[Computed]] = {}
+        self._prompts: dict[str, list[int]] = {}
+        self._branches: dict[str, list[str]] = {}
+        self._swapped: set[str] = set()
+        self._ended: dict[str, int] = {}
+        self._crashed = False
+        self._handlers: dict[type[Event], Callable[[Any], None]] = {
+            Arrived: self._arrived,
+            TokensDelivered: self._delivered,
+            Preempted: self._preempted,
+            Resumed: self._resumed,
+            Finished: self._finished,
+            Aborted: self._finished,
+            EngineError: self._died,
+            Forked: self._forked,
+            BlocksPoisoned: self._poisoned,
+            WorkerCopied: self._copied,
+            WorkerSwappedOut: self._swapped_out,
+            WorkerSwappedIn: self._swapped_in,
+        }
+        if self._tables is not None:
+            self._handlers[Scheduled] = self._tables.schedule
+            self._handlers[BlocksAllocated] = self._allocated
+            self._handlers[BlocksFreed] = self._freed
+
+    @property
+    def findings(self) -> list[Finding]:
+        """So far, in the order in which they showed."""
+        return self._listing.findings
+
+    @property
+    def counted(self) -> dict[str, int]:
+        """Figures by name; the same for both ways of verifying."""
+        return self._listing.counted
+
+    @property
+    def num_operations(self) -> int:
+        """Slots written and read, entries compared and blocks invalidated: the check's cost."""
+        return sum(rank.num_operations for rank in self._ranks)
+
+    def feed(self, event: Event) -> None:
+        """Take in the next event."""
+        self._tick += 1
+        if isinstance(event, Computed):
+            self._take_row(event)
+            return
+        if self._rows:
+            self._compute()
+        handler = self._handlers.get(type(event))
+        if handler is not None:
+            handler(event)
+
+    def finish(self) -> list[Finding]:
+        """The record is at its end.
+
+        Returns:
+            All findings.
+        """
+        self._compute()
+        self._check_leaks()
+        return self.findings
+
+    def result(self) -> CheckResult:
+        """What it found so far."""
+        return self._listing.result("kvsan")
+
+    # Rows of a step -----------------------------------------------------------------------------
+
+    def _take_row(self, row: Computed) -> None:
+        if not 0 <= row.rank < self._num_ranks:
+            self._listing.report(
+                Code.KVSAN_RANKS_DISAGREE,
+                row.step,
+                f"rank {row.rank} computes, but there are {self._num_ranks} ranks",
+                once=("unknown rank", row.rank),
+                rank=row.rank,
+            )
+            return
+        if any(rows[0].step != row.step for rows in self._rows.values()):
+            self._compute()
+        self._known(row.seq)
+        self._rows.setdefault(row.rank, []).append(row)
+
+    def _compute(self) -> None:
+        rows_of_rank, self._rows = self._rows, {}
+        for rank, rows in rows_of_rank.items():
+            self._listing.count("rows judged", len(rows))
+            self._ranks[rank].compute(rows, self._tick)
+        if self._num_ranks > 1:
+            self._compare_ranks(rows_of_rank)
+
+    def _compare_ranks(self, rows_of_rank: dict[int, list[Computed]]) -> None:
+        """All ranks are given the same."""
+        by_rank = [
+            {row.seq: row for row in rows_of_rank.get(rank, ())} for rank in range(self._num_ranks)
+        ]
+        for rank in range(1, self._num_ranks):
+            for seq in dict.fromkeys([*by_rank[0], *by_rank[rank]]):
+                first, other = by_rank[0].get(seq), by_rank[rank].get(seq)
+                difference = _difference(first, other)
+                present = first or other
+                if difference and present is not None:
+                    self._listing.report(
+                        Code.KVSAN_RANKS_DISAGREE,
+                        present.step,
+                        f"rank 0 and rank {rank} were given different {difference} for {seq}",
+                        once=(seq, rank),
+                        seq=seq,
+                        rank=rank,
+                    )
+
+    # Requests and tokens ------------------------------------------------------------------------
+
+    def _arrived(self, event: Arrived) -> None:
+        self._prompts[event.request] = event.prompt_token_ids
+
+    def _delivered(self, event: TokensDelivered) -> None:
+        self._known(event.seq).extend(event.token_ids)
+        for rank in self._ranks:
+            rank.deliver(event.seq, event.token_ids)
+
+    def _forked(self, event: Forked) -> None:
+        self._known(event.child)[:] = self._known(event.parent)
+        if self._tables is not None:
+            self._tables.fork(event)
+
+    def _preempted(self, event: Preempted) -> None:
+        if event.mode == "swap":
+            self._swapped.add(event.request)
+        for seq in self._branches.get(event.request, ()):
+            self._lose_blocks(seq)
+
+    def _resumed(self, event: Resumed) -> None:
+        self._swapped.discard(event.request)
+
+    def _finished(self, event: Finished | Aborted) -> None:
+        self._ended[event.request] = event.step
+
+    def _died(self, event: EngineError) -> None:
+        self._crashed = True
+
+    def _known(self, seq: str) -> list[int]:
+        """Prompt and delivered tokens of a sequence, to be read and extended."""
+        known = self._context.known.get(seq)
+        if known is None:
+            request = request_of(seq)
+            known = self._context.known[seq] = list(self._prompts.get(request, ()))
+            self._branches.setdefault(request, []).append(seq)
+        return known
+
+    # Blocks by the scheduler's account ------------------------------------------------------------
+
+    def _allocated(self, event: BlocksAllocated) -> None:
+        assert self._tables is not None
+        for block in event.blocks:
+            if not 0 <= block < self._context.num_blocks:
+                self._listing.report(
+                    Code.KVSAN_ID_RANGE,
+                    event.step,
+                    f"{event.seq} is given block {block}; the pool has blocks 0 to "
+                    f"{self._context.num_blocks - 1}",
+                    once=block,
+                    seq=event.seq,
+                    block=block,
+                )
+        for block in self._tables.allocate(event, self._tick):
+            self._context.spoiled.add(block)
+            others = [seq for seq in self._tables.holders(block) if seq != event.seq]
+            self._listing.report(
+                Code.KVSAN_DOUBLE_MAP,
+                event.step,
+                f"block {block} is handed to {event.seq} as free, but "
+                f"{', '.join(others) or 'the same sequence'} holds it",
+                once=(block, event.step),
+                seq=event.seq,
+                block=block,
+            )
+
+    def _freed(self, event: BlocksFreed) -> None:
+        assert self._tables is not None
+        for block in self._tables.free(event):
+            self._listing.report(
+                Code.KVSAN_DOUBLE_FREE,
+                event.step,
+                f"{event.seq} gives up block {block}, which it does not hold",
+                once=(block, event.step),
+                seq=event.seq,
+                block=block,
+            )
+        if event.seq not in self._tables.leases:
+            self._lose_blocks(event.seq)
+
+    def _lose_blocks(self, seq: str) -> None:
+        keeps_contents = request_of(seq) in self._swapped
+        for rank in self._ranks:
+            rank.lose_blocks(seq, keeps_contents)
+
+    def _check_leaks(self) -> None:
+        """Whoever ended holds nothing. A crashed engine is not asked."""
+        if self._tables is None or self._crashed:
+            return
+        for seq, lease in self._tables.leases.items():
+            ended = self._ended.get(request_of(seq))
+            if ended is None:
+                continue
+            self._listing.report(
+                Code.KVSAN_LEAK,
+                ended,
+                f"it ended and still holds {len(lease.blocks)} blocks at the end: "
+                f"{_some(lease.blocks)}",
+                seq=seq,
+                block=lease.blocks[0],
+            )
+
+    # Blocks by the workers' account ---------------------------------------------------------------
+
+    def _poisoned(self, event: BlocksPoisoned) -> None:
+        self._ranks[event.rank].poison(event.step, event.blocks, self._tick)
+
+    def _copied(self, event: WorkerCopied) -> None:
+        self._ranks[event.rank].copy(event.step, event.pairs, self._tick)
+
+    def _swapped_out(self, event: WorkerSwappedOut) -> None:
+        self._ranks[event.rank].swap_out(event.step, event.pairs, self._tick)
+
+    def _swapped_in(self, event: WorkerSwappedIn) -> None:
+        self._ranks[event.rank].swap_in(event.step, event.pairs, self._tick)
+
+
+def check_kvsan(record: TrialRecord, verify: Verify = "incremental") -> CheckResult:
+    """KVSan over a whole record."""
+    sanitizer = KVSan(record.header, verify=verify)
+    for event in record.events:
+        sanitizer.feed(event)
+    sanitizer.finish()
+    return sanitizer.result()
+
+
+def _difference(first: Computed | None, other: Computed | None) -> str:
+    """What two ranks were given differently, "" for nothing."""
+    if first is None or other is None:
+        return "rows (one of them none at all)"
+    names = {
+        "positions": (first.start, other.start),
+        "tokens": (first.token_ids, other.token_ids),
+        "slots": (first.written_slots, other.written_slots),
+        "block tables": (
+            (first.table_keep, first.table_new),
+            (other.table_keep, other.table_new),
+        ),
+        "read lengths": (first.read_len, other.read_len),
+    }
+    return " and ".join(name for name, (one, two) in names.items() if one != two)
+
+
+def _some(blocks: list[int], most: int = 8) -> str:
+    listed = ", ".join(map(str, blocks[:most]))
+    return listed if len(blocks) <= most else f"{listed}, ..."

@@ -1,0 +1,250 @@
+"""The list of checks, and running them over a record.
+
+A part of a check whose input is not observed says NOT OBSERVABLE with the reason. Nothing passes
+in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from preempt_harness.checks import (
+    _accounting_counters,
+    _accounting_pool,
+    _accounting_schedule,
+    _accounting_worker,
+    crash,
+    delivery,
+    kvsan,
+    progress,
+    tokens,
+    work,
+)
+from preempt_harness.checks.finding import CheckResult, Finding
+from preempt_harness.checks.tokens import Tolerance
+from preempt_harness.record import TrialRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """What checks need beyond the record.
+
+    Attributes:
+        tolerance: for near ties; None allows exact equality only.
+        verify: how KVSan reads.
+        expected_preemptions: natural preemptions of the clean engine on this workload, if known.
+    """
+
+    tolerance: Tolerance | None = None
+    verify: kvsan.Verify = "incremental"
+    expected_preemptions: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One part of a check.
+
+    Attributes:
+        check: the check's name; part: this part's, "" if it has one only.
+        needs: event types that it judges from.
+        judge: the part itself.
+    """
+
+    check: str
+    part: str = ""
+    needs: frozenset[str] = frozenset()
+    judge: Callable[[TrialRecord, CheckOptions], CheckResult]
+
+    def run(self, record: TrialRecord, options: CheckOptions) -> CheckResult:
+        """Judge, or say why not."""
+        missing = self.needs - set(record.header.observed)
+        if missing:
+            reason = f"{record.header.engine} does not show {', '.join(sorted(missing))}"
+            return CheckResult(check=self.check, part=self.part, not_observable=reason)
+        return self.judge(record, options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """What all checks said of one record.
+
+    Attributes:
+        results: one per part, in the order of the list of checks.
+    """
+
+    results: tuple[CheckResult, ...] = field(default=())
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All of them, in the order of the checks."""
+        return tuple(finding for result in self.results for finding in result.findings)
+
+    @property
+    def not_observable(self) -> dict[str, str]:
+        """Check or check/part -> why it could not judge."""
+        return {
+            result.name: result.not_observable
+            for result in self.results
+            if result.not_observable is not None
+        }
+
+    @property
+    def counted(self) -> dict[str, int]:
+        """Figures by "check/part: name"."""
+        return {
+            f"{result.name}: {name}": value
+            for result in self.results
+            for name, value in result.counted.items()
+        }
+
+    def of(self, check: str) -> tuple[CheckResult, ...]:
+        """Results of one check's parts."""
+        return tuple(result for result in self.results if result.check == check)
+
+
+def run_checks(
+    record: TrialRecord,
+    checks: Iterable[str] | None = None,
+    options: CheckOptions | None = None,
+) -> CheckReport:
+    """Judge a record.
+
+    Args:
+        record: of a trial, live or read from a log.
+        checks: names out of `CHECK_NAMES`; None runs all.
+        options: what checks need beyond the record.
+
+    Raises:
+        ValueError: a name is no check's.
+    """
+    wanted = set(CHECK_NAMES if checks is None else checks)
+    unknown = wanted - set(CHECK_NAMES)
+    if unknown:
+        raise ValueError(
+            f"unknown checks: {', '.join(sorted(unknown))}; known: {', '.join(CHECK_NAMES)}"
+        )
+    chosen = options if options is not None else CheckOptions()
+    return CheckReport(
+        results=tuple(part.run(record, chosen) for part in PARTS if part.check in wanted)
+    )
+
+
+def _plain(
+    judge: Callable[[TrialRecord], CheckResult],
+) -> Callable[[TrialRecord, CheckOptions], CheckResult]:
+    return lambda record, options: judge(record)
+
+
+PARTS = (
+    Part(check="crash", judge=_plain(crash.check_crash)),
+    Part(
+        check="kvsan",
+        part="contents",
+        needs=kvsan.CONTENT_EVENTS,
+        judge=lambda record, options: kvsan.check_kvsan(record, options.verify),
+    ),
+    Part(
+        check="tokens",
+        judge=lambda record, options: tokens.check_tokens(record, options.tolerance),
+    ),
+    Part(
+        check="delivery",
+        part="stream",
+        needs=frozenset({"TokensDelivered"}),
+        judge=_plain(delivery.check_stream),
+    ),
+    Part(check="delivery", part="results", judge=_plain(delivery.check_results)),
+    Part(
+        check="accounting",
+        part="pool counts",
+        needs=frozenset({"PoolCounts"}),
+        judge=_plain(_accounting_pool.check_pool_counts),
+    ),
+    Part(
+        check="accounting",
+        part="pool state",
+        needs=frozenset({"PoolState"}),
+        judge=_plain(_accounting_pool.check_pool_state),
+    ),
+    Part(
+        check="accounting",
+        part="counters",
+        needs=frozenset({"Counters"}),
+        judge=_plain(_accounting_counters.check_counters),
+    ),
+    Part(
+        check="accounting",
+        part="worker view",
+        needs=frozenset({"Scheduled", "Computed", "StepDone"}),
+        judge=_plain(_accounting_worker.check_worker_view),
+    ),
+    Part(
+        check="accounting",
+        part="worker tables",
+        needs=frozenset({"Computed", "BlocksAllocated", "BlocksFreed"}),
+        judge=_plain(_accounting_worker.check_worker_tables),
+    ),
+    Part(
+        check="accounting",
+        part="preemptions",
+        needs=frozenset(
+            {
+                "Arrived",
+                "BlocksAllocated",
+                "BlocksFreed",
+                "Preempted",
+                "Resumed",
+                "Scheduled",
+                "StepDone",
+                "TokensDelivered",
+            }
+        ),
+        judge=_plain(_accounting_schedule.check_preemptions),
+    ),
+    Part(
+        check="accounting",
+        part="limits",
+        needs=frozenset({"Scheduled"}),
+        judge=_plain(_accounting_schedule.check_limits),
+    ),
+    Part(
+        check="progress",
+        part="steps",
+        needs=frozenset({"Arrived", "Scheduled", "Preempted", "Finished"}),
+        judge=_plain(progress.check_steps),
+    ),
+    Part(
+        check="progress",
+        part="order",
+        needs=frozenset({"Arrived", "Preempted", "Resumed"}),
+        judge=_plain(progress.check_order),
+    ),
+    Part(check="progress", part="ends", judge=_plain(progress.check_ends)),
+    Part(
+        check="work",
+        part="recompute",
+        needs=frozenset({"Arrived", "Scheduled", "Preempted", "TokensDelivered"}),
+        judge=_plain(work.check_recompute),
+    ),
+    Part(
+        check="work",
+        part="preemptions",
+        needs=frozenset({"Preempted"}),
+        judge=lambda record, options: work.check_preemptions(record, options.expected_preemptions),
+    ),
+    Part(
+        check="work",
+        part="victims",
+        needs=frozenset({"BlocksAllocated", "BlocksFreed", "Preempted"}),
+        judge=_plain(work.check_vain),
+    ),
+    Part(
+        check="work",
+        part="bytes",
+        needs=frozenset({"BlocksAllocated", "BlocksFreed", "Scheduled", "StepDone", "StepSent"}),
+        judge=_plain(work.check_bytes),
+    ),
+)
+
+CHECK_NAMES = tuple(dict.fromkeys(part.check for part in PARTS))

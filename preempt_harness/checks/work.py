@@ -1,0 +1,287 @@
+"""Work: the right output at a price. Tokens computed twice, needless preemptions, bytes to workers.
+
+A step's message may grow with what is new in it, never with the context. Bound, in bytes:
+
+    64 + sum over sequences named (32 + len(name)) + 5 * ids
+
+ids are token ids and block ids that the worker does not have yet: all of a sequence's when it is
+admitted, otherwise one per scheduled token and one per new block; and pairs of ids to copy. 64 is
+the frame, 32 the flags and up to five numbers of a sequence, 5 the longest msgpack form of a 32-bit
+number. Because short contexts hide in that bound, messages with equal work are compared as well:
+between steps of one rank that schedule the same number of sequences, one token each, and nothing
+new, only the width of three numbers per sequence (1 to 5 bytes each) may change.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from preempt_harness.checks._accounting_counters import Tally
+from preempt_harness.checks.delivery import workload_of
+from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
+from preempt_harness.checks.tables import SchedulerTables, num_blocks_for
+from preempt_harness.record import (
+    Arrived,
+    BlocksAllocated,
+    BlocksCopied,
+    BlocksFreed,
+    BlocksPoisoned,
+    Event,
+    Forked,
+    Preempted,
+    Scheduled,
+    StepDone,
+    StepSent,
+    TokensDelivered,
+    TrialRecord,
+)
+
+FRAME_BYTES = 64
+SEQUENCE_BYTES = 32
+ID_BYTES = 5
+WIDTH_BYTES = 12
+"""Three numbers of a sequence, each 1 to 5 bytes wide."""
+
+
+def check_recompute(record: TrialRecord) -> CheckResult:
+    """Only what a preemption lost is computed twice."""
+    listing = Listing()
+    tally = Tally(record.header.block_size)
+    for event in record.events:
+        tally.take(event)
+    for name in ("num_recomputed_tokens", "num_generated_tokens", "num_preemptions"):
+        listing.count(name, tally.values[name])
+    again, lost = _computed_again(record)
+    for request, count in again.items():
+        if count > lost[request]:
+            listing.report(
+                Code.WORK_RECOMPUTE,
+                None,
+                f"{count} positions of known tokens are computed again, but its preemptions lost "
+                f"{lost[request]} only",
+                request=request,
+            )
+    return listing.result("work", "recompute")
+
+
+def _computed_again(record: TrialRecord) -> tuple[Counter[str], Counter[str]]:
+    """What was computed twice, and what preemptions lost.
+
+    Positions beyond the known tokens are drafts, and may be computed again.
+
+    Returns:
+        Request -> tokens scheduled at positions that had been computed with their known token, and
+        request -> most such positions that its preemptions by recompute can have lost.
+    """
+    known: Counter[str] = Counter()
+    settled: Counter[str] = Counter()
+    again: Counter[str] = Counter()
+    lost: Counter[str] = Counter()
+    for event in record.events:
+        if isinstance(event, Arrived):
+            known[f"{event.request}.0"] = len(event.prompt_token_ids)
+        elif isinstance(event, TokensDelivered):
+            known[event.seq] += len(event.token_ids)
+        elif isinstance(event, Preempted) and event.mode != "swap":
+            for seq, count in settled.items():
+                if request_of(seq) == event.request:
+                    lost[event.request] += count
+        elif isinstance(event, Scheduled):
+            before = settled[event.seq]
+            again[request_of(event.seq)] += max(0, min(event.end, before) - event.start)
+            settled[event.seq] = max(before, min(event.end, known[event.seq]))
+    return again, lost
+
+
+def check_preemptions(record: TrialRecord, expected: int | None = None) -> CheckResult:
+    """No request is preempted more often than others can need blocks, nobody in vain.
+
+    A natural preemption of r hands r's blocks to another request, which needs each of its own
+    blocks once per admission; so r is preempted at most once per block of the others, and once more
+    by itself, in each of their stays.
+
+    Args:
+        expected: natural preemptions of the clean engine on the same workload, if known.
+    """
+    listing = Listing()
+    specs = workload_of(record)
+    size = record.header.block_size
+    blocks = {
+        request: num_blocks_for(spec.num_prompt_tokens + spec.sampling.max_tokens, size)
+        for request, spec in specs.items()
+    }
+    natural: Counter[str] = Counter()
+    forced = 0
+    for event in record.events:
+        if isinstance(event, Preempted):
+            natural[event.request] += event.reason != "forced"
+            forced += event.reason == "forced"
+    total = sum(natural.values())
+    listing.count("natural preemptions", total)
+    listing.count("forced preemptions", forced)
+    for request, count in natural.items():
+        others = sum(blocks.values()) - blocks.get(request, 0)
+        bound = (others + 1) * (1 + forced)
+        if count > bound:
+            listing.report(
+                Code.WORK_PREEMPTIONS,
+                None,
+                f"it is preempted {count} times by lack of blocks, at most {bound} can be needed "
+                f"({others} blocks of the others + 1, times 1 + {forced} forced preemptions)",
+                request=request,
+            )
+    if expected is not None and total > expected:
+        listing.report(
+            Code.WORK_PREEMPTIONS,
+            None,
+            f"{total} preemptions by lack of blocks, the clean engine needs {expected}",
+        )
+    return listing.result("work", "preemptions")
+
+
+@dataclass(slots=True)
+class _Taking:
+    """Who lost and who got blocks in one step."""
+
+    victims: dict[str, bool] = field(default_factory=dict)  # request -> it needed a block itself
+    takers: set[str] = field(default_factory=set)
+
+
+def check_vain(record: TrialRecord) -> CheckResult:
+    """A victim of a lack of blocks makes room: somebody gets blocks in the same step.
+
+    A request that needs a block and is the least urgent itself is its own victim; nobody gains.
+    """
+    listing = Listing()
+    tables = SchedulerTables()
+    steps: dict[int, _Taking] = {}
+    for event in record.events:
+        if isinstance(event, BlocksAllocated):
+            tables.allocate(event)
+            steps.setdefault(event.step, _Taking()).takers.add(request_of(event.seq))
+        elif isinstance(event, Preempted) and event.reason != "forced":
+            lease = tables.leases.get(f"{event.request}.0")
+            room = len(lease.blocks) * record.header.block_size if lease is not None else 0
+            taking = steps.setdefault(event.step, _Taking())
+            taking.victims[event.request] = event.num_tokens > room
+        elif isinstance(event, BlocksFreed):
+            tables.free(event)
+        elif isinstance(event, Forked):
+            tables.fork(event)
+    for step, taking in steps.items():
+        if not taking.victims or taking.takers - taking.victims.keys():
+            continue
+        for request, needed in taking.victims.items():
+            if not needed:
+                listing.report(
+                    Code.WORK_VAIN,
+                    step,
+                    "it is preempted for want of blocks, and nobody gets a block in this step",
+                    request=request,
+                )
+    return listing.result("work", "victims")
+
+
+def check_bytes(record: TrialRecord) -> CheckResult:
+    """What a step sends to a worker grows with what is new, not with the context."""
+    judge = _Bytes(record)
+    for event in record.events:
+        judge.take(event)
+    return judge.listing.result("work", "bytes")
+
+
+@dataclass(slots=True)
+class _Message:
+    """What one step has to tell a worker."""
+
+    names: set[str] = field(default_factory=set)
+    num_scheduled: int = 0
+    num_ids: int = 0
+    steady: bool = True  # one token per sequence, nothing admitted, dropped, granted or copied
+
+
+class _Bytes:
+    def __init__(self, record: TrialRecord) -> None:
+        self.listing = Listing()
+        self._known: Counter[str] = Counter()
+        self._admitted: set[str] = set()
+        self._dropped: set[str] = set()
+        self._messages: dict[int, _Message] = {}
+        self._sent: dict[int, list[StepSent]] = {}
+        self._least: dict[tuple[int, int], StepSent] = {}
+
+    def take(self, event: Event) -> None:
+        message = self._messages.setdefault(event.step, _Message())
+        if isinstance(event, Arrived):
+            self._known[f"{event.request}.0"] = len(event.prompt_token_ids)
+        elif isinstance(event, TokensDelivered):
+            self._known[event.seq] += len(event.token_ids)
+        elif isinstance(event, BlocksAllocated):
+            message.num_ids += len(event.blocks)
+            message.names.add(event.seq)
+            message.steady = False
+        elif isinstance(event, BlocksFreed):
+            self._dropped.add(event.seq)
+            self._admitted.discard(event.seq)
+        elif isinstance(event, Scheduled):
+            self._schedule(event, message)
+        elif isinstance(event, BlocksCopied | BlocksPoisoned):
+            pairs = event.pairs if isinstance(event, BlocksCopied) else event.blocks
+            message.num_ids += 2 * len(pairs)
+            message.steady = False
+        elif isinstance(event, StepSent):
+            self._sent.setdefault(event.step, []).append(event)
+        elif isinstance(event, StepDone):
+            for sent in self._sent.pop(event.step, []):
+                self._judge(sent, message)
+            self._messages.pop(event.step, None)
+
+    def _schedule(self, event: Scheduled, message: _Message) -> None:
+        num_tokens = event.end - event.start
+        message.names.add(event.seq)
+        message.num_scheduled += 1
+        message.steady &= num_tokens == 1
+        if event.seq not in self._admitted:
+            self._admitted.add(event.seq)
+            message.num_ids += max(self._known[event.seq], event.end)
+            message.steady = False
+        else:
+            message.num_ids += num_tokens
+        if self._dropped:
+            message.names |= self._dropped
+            message.steady = False
+            self._dropped.clear()
+
+    def _judge(self, sent: StepSent, message: _Message) -> None:
+        self.listing.count("messages judged")
+        self.listing.count("bytes", sent.num_bytes)
+        names = sum(SEQUENCE_BYTES + len(name) for name in message.names)
+        bound = FRAME_BYTES + names + ID_BYTES * message.num_ids
+        if sent.num_bytes > bound:
+            self.listing.report(
+                Code.WORK_BYTES,
+                sent.step,
+                f"{sent.num_bytes} bytes are sent to rank {sent.rank}; {len(message.names)} "
+                f"sequences and {message.num_ids} new ids need at most {bound}",
+                once=sent.rank,
+                rank=sent.rank,
+            )
+            return
+        if not message.steady:
+            return
+        key = (sent.rank, message.num_scheduled)
+        least = self._least.setdefault(key, sent)
+        if sent.num_bytes < least.num_bytes:
+            self._least[key] = sent
+        allowed = least.num_bytes + WIDTH_BYTES * message.num_scheduled
+        if sent.num_bytes > allowed:
+            self.listing.report(
+                Code.WORK_BYTES,
+                sent.step,
+                f"{sent.num_bytes} bytes are sent to rank {sent.rank} for one token each of "
+                f"{message.num_scheduled} sequences; step {least.step} needed {least.num_bytes} "
+                f"for the same, so the message grows with the context",
+                once=sent.rank,
+                rank=sent.rank,
+            )

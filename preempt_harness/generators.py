@@ -1,0 +1,370 @@
+"""Workloads that aim at the places where preemption goes wrong. Seeded, plain data, no engine.
+
+Every generator is a function of its arguments: the same seed gives the same workload. Requests are
+called r0, r1, ... in order of arrival; a docstring says which of them plays which part. Token ids
+are drawn from [4, vocab_size), since lower ids are often special.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from preempt_harness.errors import HarnessError
+from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
+
+FIRST_ORDINARY_ID = 4
+_LEAST_ORDINARY_IDS = 4
+
+FEATURES = (
+    "shared_prefix",  # prompts begin alike
+    "equal_later_blocks",  # of those, some have another first block
+    "late_arrivals",
+    "sampling",  # temperature and seeds
+    "stops",  # stop token ids
+    "operations",  # aborts and cache resets
+    "long_prompts",
+)
+
+
+class GeneratorError(HarnessError, ValueError):
+    """A generator is asked for a workload that cannot be."""
+
+
+class PromptShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What matters of a prompt: its length, and what of it others have too.
+
+    Attributes:
+        num_tokens: its length.
+        num_shared_tokens: so many of its first tokens come from its group's text.
+        group: prompts of one group share that text.
+        own_first_block: its first block is its own all the same, so that its later blocks equal
+            those of others under different first blocks.
+    """
+
+    num_tokens: int
+    num_shared_tokens: int = 0
+    group: int = 0
+    own_first_block: bool = False
+
+
+def random_tokens(vocab_size: int, name: str, num_tokens: int) -> list[int]:
+    """Ordinary token ids; a function of `name`, and of two counts one is the other's beginning.
+
+    Raises:
+        GeneratorError: the vocabulary is too small.
+    """
+    if vocab_size < FIRST_ORDINARY_ID + _LEAST_ORDINARY_IDS:
+        raise GeneratorError(
+            f"vocab_size={vocab_size} leaves too few ordinary ids.",
+            f"Use {FIRST_ORDINARY_ID + _LEAST_ORDINARY_IDS} or more.",
+        )
+    source = random.Random(name)
+    return [source.randrange(FIRST_ORDINARY_ID, vocab_size) for _ in range(num_tokens)]
+
+
+def shape_prompt(
+    shape: PromptShape, *, vocab_size: int, block_size: int, seed: int, index: int
+) -> list[int]:
+    """Token ids of a prompt.
+
+    Args:
+        shape: length and sharing.
+        vocab_size, block_size: of the model and the pool.
+        seed: of the workload.
+        index: tells apart what is the prompt's own.
+    """
+    text = random_tokens(vocab_size, f"{seed}/group/{shape.group}", shape.num_shared_tokens)
+    own = random_tokens(vocab_size, f"{seed}/own/{index}", shape.num_tokens)
+    prompt = (text + own)[: shape.num_tokens]
+    if shape.own_first_block and text:
+        first = own[:block_size]
+        if first[0] == text[0]:
+            first[0] = _another_id(text[0], vocab_size)
+        prompt[: len(first)] = first
+    return prompt
+
+
+def _another_id(token_id: int, vocab_size: int) -> int:
+    return token_id + 1 if token_id + 1 < vocab_size else FIRST_ORDINARY_ID
+
+
+# Aimed workloads ----------------------------------------------------------------------------------
+
+
+def block_edges(
+    *, vocab_size: int, block_size: int, seed: int, blocks: int = 2, max_tokens: int = 16
+) -> Workload:
+    """Prompts one token short of `blocks` blocks, exactly as long, and one token longer.
+
+    Output lengths differ by one as well, so that ends fall around boundaries too.
+    """
+    lengths = [max(1, blocks * block_size + offset) for offset in (-1, 0, 1)]
+    prompts = [
+        random_tokens(vocab_size, f"{seed}/own/{index}", length)
+        for index, length in enumerate(lengths)
+    ]
+    return _workload(prompts, [max_tokens, max_tokens + 1, max_tokens + 2])
+
+
+def shared_prefix(
+    *,
+    vocab_size: int,
+    block_size: int,
+    seed: int,
+    requests: int = 3,
+    prefix_blocks: int = 2,
+    max_tokens: int = 16,
+) -> Workload:
+    """Prompts that begin with the same full blocks and go on each in its own way.
+
+    r0 is the prefix alone, a prompt of whole blocks: a hit may not cover all of it.
+    """
+    prefix = prefix_blocks * block_size
+    shapes = [
+        PromptShape(num_tokens=prefix + index * (block_size // 2 + 1), num_shared_tokens=prefix)
+        for index in range(requests)
+    ]
+    return _workload(_shaped(shapes, vocab_size, block_size, seed), [max_tokens] * requests)
+
+
+def equal_later_blocks(
+    *, vocab_size: int, block_size: int, seed: int, blocks: int = 3, max_tokens: int = 16
+) -> Workload:
+    """r1 has another first block than r0 and the same later blocks; r2 is r0 again, and later.
+
+    A prefix cache that names a block by its own tokens alone takes one for the other.
+    """
+    length = blocks * block_size + 1
+    shapes = [
+        PromptShape(num_tokens=length, num_shared_tokens=length, own_first_block=own)
+        for own in (False, True, False)
+    ]
+    prompts = _shaped(shapes, vocab_size, block_size, seed)
+    return _workload(prompts, [max_tokens] * 3, arrivals=[0, 1, 2])
+
+
+def bystander(
+    *,
+    vocab_size: int,
+    block_size: int,
+    seed: int,
+    blocks: int = 2,
+    max_tokens: int = 24,
+    arrival_step: int = 4,
+) -> Workload:
+    """r1 is the victim; r0 beside it and r2, which arrives later, reuse the blocks it frees.
+
+    r0 and r1 arrive together, so r1 is admitted last and is the one that an engine short of blocks
+    preempts. r2 needs as many blocks as r1 had.
+    """
+    length = blocks * block_size
+    prompts = [
+        random_tokens(vocab_size, f"{seed}/own/{index}", length + offset)
+        for index, offset in enumerate((1, 0, 0))
+    ]
+    return _workload(prompts, [max_tokens] * 3, arrivals=[0, 0, arrival_step])
+
+
+def later_sharer(
+    *,
+    vocab_size: int,
+    block_size: int,
+    seed: int,
+    blocks: int = 2,
+    max_tokens: int = 24,
+    arrival_step: int = 4,
+) -> Workload:
+    """r1 is the victim; r2 arrives later and begins with all full blocks of r1's prompt."""
+    shared = blocks * block_size
+    shapes = [
+        PromptShape(num_tokens=shared + 1),
+        PromptShape(num_tokens=shared + 1, num_shared_tokens=shared, group=1),
+        PromptShape(num_tokens=shared + block_size, num_shared_tokens=shared, group=1),
+    ]
+    prompts = _shaped(shapes, vocab_size, block_size, seed)
+    return _workload(prompts, [max_tokens] * 3, arrivals=[0, 0, arrival_step])
+
+
+def unequal_lengths(
+    *, vocab_size: int, block_size: int, seed: int, requests: int = 4, max_tokens: int = 24
+) -> Workload:
+    """Long prompts with short outputs beside short prompts with long outputs, in turn."""
+    prompts, lengths = [], []
+    for index in range(requests):
+        is_long = index % 2 == 0
+        num_tokens = 3 * block_size + index if is_long else block_size // 2 + index
+        prompts.append(random_tokens(vocab_size, f"{seed}/own/{index}", num_tokens))
+        lengths.append(max(1, max_tokens // 3) if is_long else max_tokens)
+    return _workload(prompts, lengths)
+
+
+def long_prompt(
+    *,
+    vocab_size: int,
+    seed: int,
+    max_num_batched_tokens: int,
+    chunks: int = 3,
+    max_tokens: int = 16,
+) -> Workload:
+    """r1's prompt is `chunks` token budgets and one token long; r0 decodes beside it.
+
+    r0 has a prompt of one token, so it takes one token of the budget in every step.
+    """
+    num_tokens = chunks * max_num_batched_tokens + 1
+    prompts = [
+        random_tokens(vocab_size, f"{seed}/own/{index}", length)
+        for index, length in enumerate((1, num_tokens))
+    ]
+    return _workload(prompts, [max_tokens + chunks, max_tokens])
+
+
+# Mixed workloads ----------------------------------------------------------------------------------
+
+
+def random_workload(
+    seed: int,
+    *,
+    vocab_size: int,
+    block_size: int,
+    max_requests: int = 6,
+    max_blocks: int = 3,
+    max_tokens: int = 24,
+    features: Iterable[str] | None = None,
+) -> Workload:
+    """A mixture of the aims above.
+
+    Args:
+        seed: of everything.
+        vocab_size, block_size: of the model and the pool.
+        max_requests: most requests.
+        max_blocks: longest prompt in blocks; "long_prompts" triples it.
+        max_tokens: longest output.
+        features: of `FEATURES`; None leaves each out with probability one half, so that what one
+            feature hides shows in a workload without it (swarm testing: Groce et al., ISSTA 2012).
+    """
+    source = random.Random(f"{seed}/random")
+    chosen = [name for name in FEATURES if source.random() < 0.5] if features is None else features
+    wanted = check_features(chosen)
+    if "long_prompts" in wanted:
+        max_blocks *= 3
+    shapes = [
+        _random_shape(source, block_size, max_blocks, wanted)
+        for _ in range(source.randint(1, max_requests))
+    ]
+    requests = []
+    for index, prompt in enumerate(_shaped(shapes, vocab_size, block_size, seed)):
+        late = "late_arrivals" in wanted and source.random() < 0.5
+        requests.append(
+            RequestSpec(
+                id=f"r{index}",
+                prompt_token_ids=prompt,
+                sampling=_random_sampling(source, vocab_size, max_tokens, wanted),
+                arrival_step=source.randint(1, max_tokens) if late else 0,
+            )
+        )
+    return Workload(
+        requests=in_order_of_arrival(requests),
+        operations=_random_operations(source, len(requests), max_tokens, wanted),
+    )
+
+
+def check_features(features: Iterable[str]) -> frozenset[str]:
+    """The features as a set.
+
+    Raises:
+        GeneratorError: one is unknown.
+    """
+    chosen = frozenset(features)
+    for name in sorted(chosen - set(FEATURES)):
+        raise GeneratorError(
+            f"Workload feature {name!r} is unknown.", f"Known: {', '.join(FEATURES)}."
+        )
+    return chosen
+
+
+def in_order_of_arrival(requests: Iterable[RequestSpec]) -> list[RequestSpec]:
+    """The requests sorted by arrival step and named anew, r0, r1, ..."""
+    ordered = sorted(requests, key=lambda request: request.arrival_step)
+    return [
+        msgspec.structs.replace(request, id=f"r{index}") for index, request in enumerate(ordered)
+    ]
+
+
+def _random_shape(
+    source: random.Random, block_size: int, max_blocks: int, features: frozenset[str]
+) -> PromptShape:
+    blocks = source.randint(0, max_blocks)
+    offset = source.choice((-1, 0, 1, source.randrange(block_size)))
+    num_tokens = max(1, blocks * block_size + offset)
+    if "shared_prefix" not in features or source.random() < 0.3:
+        return PromptShape(num_tokens=num_tokens)
+    shared = source.choice((num_tokens, num_tokens // block_size * block_size, num_tokens // 2))
+    return PromptShape(
+        num_tokens=num_tokens,
+        num_shared_tokens=shared,
+        group=source.randrange(2),
+        own_first_block="equal_later_blocks" in features and source.random() < 0.3,
+    )
+
+
+def _random_sampling(
+    source: random.Random, vocab_size: int, max_tokens: int, features: frozenset[str]
+) -> SamplingSpec:
+    sampled = "sampling" in features and source.random() < 0.5
+    stops = "stops" in features and source.random() < 0.5
+    length = source.randint(1, max_tokens)
+    return SamplingSpec(
+        max_tokens=length,
+        temperature=source.choice((0.7, 1.0)) if sampled else 0.0,
+        seed=source.randrange(2**16) if sampled and source.random() < 0.5 else None,
+        stop_token_ids=(source.randrange(FIRST_ORDINARY_ID, vocab_size),) if stops else (),
+        min_tokens=source.randint(0, length) if stops and source.random() < 0.5 else 0,
+    )
+
+
+def _random_operations(
+    source: random.Random, num_requests: int, max_tokens: int, features: frozenset[str]
+) -> list[Operation]:
+    if "operations" not in features:
+        return []
+    operations = []
+    if source.random() < 0.5:
+        request = f"r{source.randrange(num_requests)}"
+        operations.append(
+            Operation(kind="abort", step=source.randint(1, 2 * max_tokens), request=request)
+        )
+    if source.random() < 0.5:
+        step = source.randint(1, 2 * max_tokens)
+        operations.append(Operation(kind="reset_prefix_cache", step=step))
+    return operations
+
+
+def _shaped(
+    shapes: Iterable[PromptShape], vocab_size: int, block_size: int, seed: int
+) -> list[list[int]]:
+    return [
+        shape_prompt(shape, vocab_size=vocab_size, block_size=block_size, seed=seed, index=index)
+        for index, shape in enumerate(shapes)
+    ]
+
+
+def _workload(
+    prompts: Sequence[list[int]], max_tokens: Sequence[int], arrivals: Sequence[int] | None = None
+) -> Workload:
+    steps = [0] * len(prompts) if arrivals is None else arrivals
+    return Workload(
+        requests=[
+            RequestSpec(
+                id=f"r{index}",
+                prompt_token_ids=prompt,
+                sampling=SamplingSpec(max_tokens=length),
+                arrival_step=step,
+            )
+            for index, (prompt, length, step) in enumerate(
+                zip(prompts, max_tokens, steps, strict=True)
+            )
+        ]
+    )

@@ -1,0 +1,51 @@
+"""Requests in terms of blocks: what the scenarios of the suite are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from preempt_harness.harness import PreemptHarness
+from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
+
+BLOCK = 4  # where an engine leaves the choice; small, so that few tokens cross many boundaries
+
+
+def block_size(preempt: PreemptHarness) -> int:
+    """The suite's block size on this engine: 4, or the smallest that the engine has."""
+    sizes = preempt.adapter.block_sizes
+    return min(sizes) if sizes else BLOCK
+
+
+def request(
+    preempt: PreemptHarness,
+    name: str,
+    prompt: int | list[int],
+    max_tokens: int,
+    *,
+    arrival_step: int = 0,
+    **sampling: Any,
+) -> RequestSpec:
+    """A request with a fresh prompt of so many tokens, or with these tokens."""
+    token_ids = preempt.prompts.take(prompt) if isinstance(prompt, int) else prompt
+    return RequestSpec(
+        id=name,
+        prompt_token_ids=token_ids,
+        sampling=SamplingSpec(max_tokens=max_tokens, **sampling),
+        arrival_step=arrival_step,
+        text=preempt.prompts.text_of(token_ids),
+    )
+
+
+def companions(preempt: PreemptHarness, block: int, *, count: int = 2) -> list[RequestSpec]:
+    """Requests c0, c1, ... that run beside the one a scenario is about."""
+    return [
+        request(preempt, f"c{index}", 2 * block + index, 4 * block) for index in range(count)
+    ]
+
+
+def together(*requests: RequestSpec | list[RequestSpec]) -> Workload:
+    """One workload of requests and lists of requests."""
+    flat: list[RequestSpec] = []
+    for item in requests:
+        flat += item if isinstance(item, list) else [item]
+    return Workload(requests=flat)

@@ -1,0 +1,171 @@
+"""What a preemption does to others: who takes the freed blocks, and who shares the victim's prefix."""
+
+from __future__ import annotations
+
+import pytest
+
+from preempt_harness.harness import PreemptHarness
+from preempt_harness.suite.shapes import block_size, request, together
+
+CACHE = pytest.mark.parametrize("prefix_caching", [True, False], ids=["cache", "no-cache"])
+
+
+@CACHE
+@pytest.mark.preempt_requires("preempt", "stepped")
+def test_a_bystander_takes_the_freed_blocks(
+    preempt: PreemptHarness, prefix_caching: bool
+) -> None:
+    block = block_size(preempt)
+    # The pool holds both at their longest, and nothing more: whatever grows takes freed blocks.
+    workload = together(
+        request(preempt, "bystander", block, 6 * block),
+        request(preempt, "victim", 4 * block, 3 * block),
+        request(preempt, "newcomer", 3 * block, 2 * block, arrival_step=4),
+    )
+    result = preempt.run(
+        workload,
+        14,
+        plan="preempt:victim@out=3",
+        block_size=block,
+        enable_prefix_caching=prefix_caching,
+    )
+    result.assert_preempted(request="victim")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@CACHE
+@pytest.mark.preempt_requires("preempt", "stepped")
+@pytest.mark.parametrize("shared_blocks", [1, 3])
+def test_a_later_request_shares_the_victims_prefix(
+    preempt: PreemptHarness, shared_blocks: int, prefix_caching: bool
+) -> None:
+    block = block_size(preempt)
+    prefix = preempt.prompts.take(shared_blocks * block)
+    workload = together(
+        request(preempt, "victim", prefix + preempt.prompts.take(block + 1), 4 * block),
+        request(preempt, "other", 2 * block + 1, 4 * block),
+        request(
+            preempt, "sharer", prefix + preempt.prompts.take(block), 3 * block, arrival_step=8
+        ),
+    )
+    result = preempt.run(
+        workload,
+        plan="preempt:victim@out=5",
+        block_size=block,
+        enable_prefix_caching=prefix_caching,
+    )
+    result.assert_preempted(request="victim")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("prefix_caching")
+def test_equal_later_blocks_under_different_first_blocks(preempt: PreemptHarness) -> None:
+    """A prefix cache that forgets the parent of a block takes these prompts for one."""
+    block = block_size(preempt)
+    later = preempt.prompts.take(2 * block)
+    workload = together(
+        [
+            request(
+                preempt, f"r{index}", preempt.prompts.take(block) + later + [later[0]], 5 * block
+            )
+            for index in range(3)
+        ]
+    )
+    result = preempt.run(workload, "tight", block_size=block)
+    result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("prefix_caching", "preempt", "stepped")
+def test_equal_later_blocks_when_one_returns(preempt: PreemptHarness) -> None:
+    """The first prompt is gone from the cache's root when the second, with equal ends, returns."""
+    block = block_size(preempt)
+    first, later = preempt.prompts.take(block), preempt.prompts.take(2 * block)
+    workload = together(
+        request(preempt, "r0", first + later + [later[1]], 3 * block),
+        request(preempt, "r1", preempt.prompts.take(block) + later + [later[1]], 3 * block),
+        request(preempt, "r2", first + later + [later[2]], 3 * block, arrival_step=6),
+        request(
+            preempt,
+            "r3",
+            preempt.prompts.take(block) + later + [later[2]],
+            3 * block,
+            arrival_step=4 * block,
+        ),
+    )
+    result = preempt.run(workload, plan="preempt:r0@out=2/preempt:r1@out=4", block_size=block)
+    result.assert_preempted(at_least=2)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("prefix_caching", "preempt")
+def test_identical_prompts(preempt: PreemptHarness) -> None:
+    block = block_size(preempt)
+    prompt = preempt.prompts.take(3 * block)
+    workload = together(
+        [request(preempt, f"r{index}", list(prompt), 3 * block) for index in range(3)]
+    )
+    result = preempt.run(workload, plan="preempt:r1@out=2/preempt:r0@out=5", block_size=block)
+    result.assert_preempted(at_least=2)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("prefix_caching")
+def test_evicted_and_asked_for_again(preempt: PreemptHarness) -> None:
+    """A prefix is evicted by others and comes again: its old entry must lead nowhere."""
+    block = block_size(preempt)
+    prompt = preempt.prompts.take(3 * block + 1)
+    workload = together(
+        request(preempt, "r0", prompt, 2),
+        request(preempt, "r1", 4 * block, 6 * block, arrival_step=2),
+        request(preempt, "r2", 4 * block, 6 * block, arrival_step=3),
+        request(preempt, "r3", list(prompt), 3 * block, arrival_step=4 * block),
+    )
+    result = preempt.run(workload, "tight", block_size=block)
+    result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("abort", "preempt", "stepped")
+@pytest.mark.parametrize("when", ["waiting", "resumed"])
+def test_aborted_after_a_preemption(preempt: PreemptHarness, when: str) -> None:
+    block = block_size(preempt)
+    prompt = preempt.prompts.take(3 * block)
+    workload = together(
+        request(preempt, "victim", prompt, 4 * block),
+        request(preempt, "other", 2 * block + 1, 4 * block),
+        request(preempt, "sharer", list(prompt), 2 * block, arrival_step=10),
+    )
+    abort = {"waiting": "abort:victim@step=5", "resumed": "abort:victim@resume=1"}[when]
+    plan = f"preempt:victim@step=4/{abort}"
+    result = preempt.run(workload, plan=plan, block_size=block)
+    result.assert_preempted(request="victim")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("abort", "preempt", "stepped")
+def test_aborted_in_the_middle_of_its_prefill(preempt: PreemptHarness) -> None:
+    """Blocks of a half computed prompt must not be found by the next request with that prompt."""
+    block = block_size(preempt)
+    prompt = preempt.prompts.take(6 * block)
+    workload = together(
+        request(preempt, "other", block, 6 * block),
+        request(preempt, "victim", prompt, 2 * block),
+        request(preempt, "sharer", list(prompt), 2 * block, arrival_step=5),
+    )
+    result = preempt.run(
+        workload,
+        plan="abort:victim@chunk=2/preempt:other@out=7",
+        block_size=block,
+        max_num_batched_tokens=block + 1,
+    )
+    result.assert_preempted(request="other")
+    result.assert_matches_baseline()
+    result.assert_clean()

@@ -1,0 +1,258 @@
+"""Runs one trial: submits a workload, carries out a plan, and records what the engine does.
+
+Owns the loop and its end. Knows engines through the session protocol only, judges nothing: a crash,
+a hang and a refusal all end in the record, for the checks to see.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from preempt_harness import record
+from preempt_harness.adapters import protocol
+from preempt_harness.adapters.child import EngineProcessError
+from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, Session
+from preempt_harness.errors import HarnessError
+from preempt_harness.plan import (
+    AbortCommand,
+    Command,
+    Every,
+    HoldCommand,
+    PlanRunner,
+    PreemptAll,
+    PreemptCommand,
+    PreemptionPlan,
+    RandomPreempt,
+    RequestViews,
+    Squeeze,
+    Step,
+)
+from preempt_harness.record import AnyEvent, Header, TrialRecord
+from preempt_harness.workload import Operation, Workload
+
+SessionOpener = Callable[[EngineSettings], Session]
+
+
+class UnsupportedTrialError(HarnessError):
+    """The trial asks the engine for something that is not among its capabilities."""
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run, as plain data; the same trial run twice gives the same record digest.
+
+    Attributes:
+        engine: name of the adapter.
+        settings: the engine's settings, block count included.
+        workload: requests and operations.
+        plan: string form of the preemption plan, "" for none.
+        budget: where the block count comes from, for the record's header.
+    """
+
+    engine: str
+    settings: EngineSettings
+    workload: Workload
+    plan: str = ""
+    budget: dict[str, Any] = {}
+
+
+def run_trial(
+    trial: Trial,
+    adapter: EngineAdapter,
+    *,
+    open_session: SessionOpener | None = None,
+    poll_timeout_s: float = 60.0,
+) -> TrialRecord:
+    """Run a trial to its end, good or bad.
+
+    Args:
+        trial: what to run.
+        adapter: of the engine that the trial names.
+        open_session: opens the session in place of `adapter.open`, for instance in a child process.
+        poll_timeout_s: longest wait for an engine that cannot be stepped.
+
+    Raises:
+        UnsupportedTrialError: the engine cannot do what the trial needs; nothing was run.
+        Exception: whatever opening the session raised.
+    """
+    plan = PreemptionPlan.parse(trial.plan)
+    plan.validate(trial.workload)
+    _check_capabilities(trial, plan, adapter)
+    session = (open_session or adapter.open)(trial.settings)
+    run = _Run(trial, plan, adapter, session, poll_timeout_s)
+    try:
+        run.loop()
+    except Exception as error:
+        run.events.append(_engine_error(run.step, error))
+    try:
+        run.events += session.close()
+    except Exception as error:
+        run.events.append(_engine_error(run.step, error))
+    return TrialRecord(header=run.header(), events=run.events, results=session.results())
+
+
+class _Run:
+    """The state of one trial under way."""
+
+    def __init__(
+        self,
+        trial: Trial,
+        plan: PreemptionPlan,
+        adapter: EngineAdapter,
+        session: Session,
+        poll_timeout_s: float,
+    ) -> None:
+        self.step = 0
+        self.events: list[AnyEvent] = []
+        self._trial = trial
+        self._adapter = adapter
+        self._session = session
+        self._poll_timeout_s = poll_timeout_s
+        self._views = RequestViews()
+        self._plan_runner = PlanRunner(plan, block_size=session.info.block_size)
+        self._num_submitted = 0
+        self._max_polls = poll_bound(trial.workload, plan)
+
+    def loop(self) -> None:
+        """Poll until every request has ended, or until no clean engine would still be busy."""
+        requests = sorted(self._trial.workload.requests, key=lambda item: item.arrival_step)
+        while self._num_submitted < len(requests) or self._session.unfinished():
+            if self.step >= self._max_polls:
+                self.events.append(
+                    record.EngineError(
+                        step=self.step,
+                        kind="hang",
+                        message=f"requests are unfinished after {self.step} polls, more than "
+                        f"this workload and plan can need",
+                    )
+                )
+                return
+            while (
+                self._num_submitted < len(requests)
+                and requests[self._num_submitted].arrival_step <= self.step
+            ):
+                self._session.submit(requests[self._num_submitted])
+                self._num_submitted += 1
+            for operation in self._trial.workload.operations:
+                if operation.step == self.step:
+                    self._operate(operation)
+            self._carry_out(self._plan_runner.before_step(self.step, self._views.views))
+            self.events += self._plan_runner.take_reports()
+            self._take(self._session.poll(self._poll_timeout_s))
+            self.step += 1
+        self._carry_out(self._plan_runner.finish(self.step, self._views.views))
+        self.events += self._plan_runner.take_reports()
+
+    def header(self) -> Header:
+        """What was run, as the session describes itself."""
+        info = self._session.info
+        return Header(
+            workload=self._trial.workload.to_builtins(),
+            plan=self._trial.plan,
+            budget=self._trial.budget,
+            engine=self._adapter.name,
+            model=self._trial.settings.model,
+            config=info.config,
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+            versions=info.versions,
+            capabilities=sorted(self._adapter.capabilities),
+            observed=info.observed,
+            batch_invariant=info.batch_invariant,
+            vocab_size=info.vocab_size,
+            num_ranks=info.num_ranks,
+        )
+
+    def _take(self, events: Sequence[AnyEvent]) -> None:
+        self.events += events
+        self._views.apply(events)
+
+    def _operate(self, operation: Operation) -> None:
+        if operation.kind == "abort":
+            self._session.abort(operation.request)
+        elif operation.kind == "reset_prefix_cache":
+            self._session.reset_prefix_cache()
+        else:
+            raise UnsupportedTrialError(
+                f"Operation kind {operation.kind!r} is unknown.",
+                "Use abort or reset_prefix_cache.",
+            )
+
+    def _carry_out(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            if isinstance(command, PreemptCommand):
+                self._session.preempt(command.request, command.mode)
+            elif isinstance(command, AbortCommand):
+                self._session.abort(command.request)
+            elif isinstance(command, HoldCommand):
+                every = self._session.info.num_blocks
+                self._session.hold_blocks(every if command.blocks == "all" else command.blocks)
+
+
+def poll_bound(workload: Workload, plan: PreemptionPlan) -> int:
+    """More polls than any clean engine needs, so that a trial that never ends does end.
+
+    Each step of a clean engine computes at least one token that lasts, unless a preemption threw
+    tokens away: at worst all tokens of a request for each token that another one gains.
+    """
+    lengths = [
+        request.num_prompt_tokens + request.sampling.max_tokens for request in workload.requests
+    ]
+    steps = [request.arrival_step for request in workload.requests]
+    steps += [operation.step for operation in workload.operations]
+    steps += _steps_named(plan)
+    rounds = len(lengths) + 1 + _max_preemptions(plan, len(lengths))
+    return 100 + max(steps, default=0) + sum(lengths) * rounds
+
+
+def _steps_named(plan: PreemptionPlan) -> Iterator[int]:
+    for action in plan.actions:
+        if isinstance(action, Squeeze):
+            yield action.stop
+        elif isinstance(getattr(action, "at", None), Step):
+            yield action.at.number
+
+
+def _max_preemptions(plan: PreemptionPlan, num_requests: int) -> int:
+    """Most preemptions that the plan itself can cause."""
+    total = 0
+    for action in plan.actions:
+        if isinstance(action, PreemptAll):
+            total += num_requests
+        elif isinstance(action, RandomPreempt | Every):
+            total += action.max_count
+        else:
+            total += 1
+    return total
+
+
+def _check_capabilities(trial: Trial, plan: PreemptionPlan, adapter: EngineAdapter) -> None:
+    needed = set(plan.capabilities)
+    kinds = {operation.kind for operation in trial.workload.operations}
+    if "abort" in kinds:
+        needed.add(protocol.ABORT)
+    if "reset_prefix_cache" in kinds:
+        needed.add(protocol.RESET_PREFIX_CACHE)
+    lacking = sorted(needed - adapter.capabilities)
+    if lacking:
+        raise UnsupportedTrialError(
+            f"Engine {adapter.name!r} cannot do what this trial needs: {', '.join(lacking)}.",
+            "Mark the test with preempt_requires(...) so that it is skipped there.",
+        )
+
+
+def _engine_error(step: int, error: Exception) -> record.EngineError:
+    """An exception as an event; one that came from a child process carries its own kind."""
+    if isinstance(error, EngineProcessError):
+        return record.EngineError(
+            step=step, kind=error.kind, message=error.message, traceback=error.traceback
+        )
+    return record.EngineError(
+        step=step,
+        kind=type(error).__name__,
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+    )

@@ -1,0 +1,391 @@
+"""Budgets and the admission simulator: arithmetic by hand, and the embedded engine as judge."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from exact_runs import VOCAB_SIZE, run_exactly
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from preempt_harness.admission import (
+    AdmissionModel,
+    AdmissionModelError,
+    AdmissionPolicy,
+    PredictedPreemption,
+    simulate,
+)
+from preempt_harness.budget import BudgetError, KVBudget, NoPreemptingBudgetError
+from preempt_harness.strategies import workloads
+from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
+
+
+def requests(*sizes: tuple[int, int], arrivals: tuple[int, ...] = ()) -> Workload:
+    """Requests of (prompt, output) tokens, no two prompts alike."""
+    return Workload(
+        requests=[
+            RequestSpec(
+                id=f"r{index}",
+                prompt_token_ids=[4 + 30 * index + position % 30 for position in range(prompt)],
+                sampling=SamplingSpec(max_tokens=outputs),
+                arrival_step=arrivals[index] if arrivals else 0,
+            )
+            for index, (prompt, outputs) in enumerate(sizes)
+        ]
+    )
+
+
+@st.composite
+def models(
+    draw: DrawFn, policies: tuple[AdmissionPolicy, ...] = ("full_prompt",)
+) -> AdmissionModel:
+    """Admission models of engines that keep no block back and look no token ahead."""
+    return AdmissionModel(
+        policy=draw(st.sampled_from(policies)),
+        block_size=draw(st.sampled_from((4, 1, 2, 3, 16))),
+        max_num_batched_tokens=draw(st.sampled_from((2048, 64, 16, 7, 3))),
+        max_num_seqs=draw(st.sampled_from((256, 4, 2, 1))),
+        watermark=draw(st.sampled_from((0.0, 0.1))),
+        max_model_len=draw(st.sampled_from((None, 40))),
+        prefix_caching=draw(st.booleans()),
+    )
+
+
+NO_STOPS = (
+    "shared_prefix",
+    "equal_later_blocks",
+    "late_arrivals",
+    "sampling",
+    "operations",
+    "long_prompts",
+)
+
+
+# By hand ------------------------------------------------------------------------------------------
+
+
+# Two requests of 4 prompt and 5 output tokens, blocks of 2. KV for 8 tokens each: 4 blocks alone,
+# 8 together. Both prompts together: 4. Step s computes position 3 + s: in step 1 each needs a
+# third block, in step 3 a fourth.
+TWINS = requests((4, 5), (4, 5))
+BLOCKS_OF_2 = AdmissionModel(block_size=2, prefix_caching=False)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "verdict", "kind"),
+    [
+        (3, "infeasible", "proved"),
+        (4, "preempts", "proved"),
+        (5, "preempts", "proved"),
+        (7, "preempts", "proved"),
+        (8, "never_preempts", "proved"),
+        (9, "never_preempts", "proved"),
+    ],
+)
+def test_two_equal_requests_are_judged_as_by_hand(num_blocks: int, verdict: str, kind: str) -> None:
+    budget = KVBudget.solve(TWINS, BLOCKS_OF_2, num_blocks)
+    assert (budget.verdict, budget.proof.kind) == (verdict, kind)
+    assert (budget.num_blocks_min, budget.num_blocks_never) == (4, 8)
+
+
+def test_the_simulation_names_the_step_and_the_victim_found_by_hand() -> None:
+    # 7 blocks: in step 3 r0 takes the seventh block and r1, admitted last, lacks one.
+    simulation = simulate(TWINS, BLOCKS_OF_2, 7)
+    assert simulation.preemptions == (PredictedPreemption(3, "r1", 6, 3),)
+    assert simulation.finished == {"r0": 5, "r1": 5}
+    assert simulation.peak_blocks == 6  # r1 has given up its three when the step is computed
+    assert simulation.num_recomputed_tokens == 6
+
+
+def test_a_proof_states_its_inequality() -> None:
+    forced = KVBudget.solve(TWINS, BLOCKS_OF_2, 7).proof.statement
+    assert "hold at most 4 blocks <= 7 usable" in forced
+    assert "in step 4 r0, r1 still run and need 8 blocks > 7" in forced
+    never = KVBudget.solve(TWINS, BLOCKS_OF_2, 8).proof.statement
+    assert "r0: ceil((4 + 5 - 1) / 2) = 4; r1: ceil((4 + 5 - 1) / 2) = 4; in all 8 <= 8" in never
+
+
+def test_requests_that_fit_alone_and_not_together_need_not_preempt() -> None:
+    """r0 has finished before r1 grows, so no count preempts although 3 + 4 blocks exceed 6."""
+    workload = requests((6, 1), (4, 5))
+    room = KVBudget.roomy(workload, BLOCKS_OF_2)
+    assert (room.num_blocks_min, room.num_blocks_never) == (4, 7)
+    with pytest.raises(NoPreemptingBudgetError, match="before others grow.*with a plan"):
+        KVBudget.tight(workload, BLOCKS_OF_2)
+
+
+def test_fewer_blocks_may_preempt_less() -> None:
+    """With 3 blocks of 1 the second request waits for the first; with 4 it is let in too soon."""
+    model = AdmissionModel(block_size=1, prefix_caching=False)
+    budget = KVBudget.tight(requests((2, 2), (2, 2)), model)
+    assert [budget.would_preempt(count) for count in (3, 4, 5, 6)] == [False, True, True, False]
+    assert budget.num_blocks in (4, 5)
+
+
+def test_a_reserved_block_shifts_every_answer_by_one() -> None:
+    model = msgspec.structs.replace(BLOCKS_OF_2, reserved_blocks=1)
+    without, reserving = KVBudget.tight(TWINS, BLOCKS_OF_2), KVBudget.tight(TWINS, model)
+    assert reserving.num_blocks == without.num_blocks + 1
+    assert reserving.num_blocks_min == without.num_blocks_min + 1
+    assert reserving.num_blocks_never == without.num_blocks_never + 1
+
+
+def test_one_request_at_a_time_never_preempts() -> None:
+    model = msgspec.structs.replace(BLOCKS_OF_2, max_num_seqs=1)
+    assert KVBudget.roomy(TWINS, model).num_blocks_never == 4
+    with pytest.raises(NoPreemptingBudgetError, match="4 blocks, the least possible, hold all"):
+        KVBudget.tight(TWINS, model)
+
+
+def test_an_engine_that_reserves_outputs_never_preempts() -> None:
+    model = msgspec.structs.replace(BLOCKS_OF_2, policy="output_reserved")
+    assert KVBudget.solve(TWINS, model, 5).verdict == "never_preempts"
+    assert simulate(TWINS, model, 5).num_preemptions == 0
+    with pytest.raises(NoPreemptingBudgetError, match="never preempts"):
+        KVBudget.tight(TWINS, model)
+
+
+def test_a_roomy_budget_covers_the_watermark() -> None:
+    model = msgspec.structs.replace(BLOCKS_OF_2, watermark=0.2)
+    room = KVBudget.roomy(TWINS, model)
+    # 10 - floor(0.2 * 10) = 8 = what both hold; 9 - floor(0.2 * 9) = 8 as well, and is smaller.
+    assert room.num_blocks == 9
+    assert room.verdict == "never_preempts"
+
+
+def test_lookahead_slots_enlarge_what_a_request_needs() -> None:
+    model = msgspec.structs.replace(BLOCKS_OF_2, lookahead_tokens=3)
+    budget = KVBudget.tight(TWINS, model)
+    assert (budget.num_blocks_min, budget.num_blocks_never) == (6, 12)  # ceil((8 + 3) / 2) each
+    assert budget.proof.kind == "simulated"  # a step may bring several tokens
+    assert simulate(TWINS, model, 6).finished == {"r0": 5, "r1": 5}
+
+
+def test_a_request_that_outgrows_the_pool_alone_is_infeasible_in_the_simulation() -> None:
+    model = msgspec.structs.replace(BLOCKS_OF_2, lookahead_tokens=3)
+    assert simulate(TWINS, model, 5).infeasible == ("r0", "r1")
+
+
+def test_a_pool_smaller_than_a_request_ends_it_early() -> None:
+    simulation = simulate(requests((4, 9)), BLOCKS_OF_2, 3)
+    assert simulation.finished == {"r0": 3}  # 3 * 2 + 1 tokens, the last one never computed
+    assert simulation.truncated == ("r0",)
+
+
+def test_a_prompt_without_room_ends_alone() -> None:
+    simulation = simulate(requests((7, 2), (2, 2)), BLOCKS_OF_2, 3)
+    assert simulation.infeasible == ("r0",)
+    assert simulation.finished == {"r1": 2}
+
+
+def test_shared_prompt_blocks_are_counted_once_in_a_proof() -> None:
+    """Equal prompts of two blocks: 6 blocks are enough in truth, so 6 must not be called forced."""
+    caching = msgspec.structs.replace(BLOCKS_OF_2, prefix_caching=True)
+    request = TWINS.requests[0]
+    workload = Workload(requests=[request, msgspec.structs.replace(request, id="r1")])
+    proofs = [KVBudget.solve(workload, caching, count).proof for count in (5, 6, 7)]
+    assert [proof.kind for proof in proofs] == ["proved", "simulated", "simulated"]
+    assert "(2 shared)" in proofs[0].statement
+
+
+def test_an_abort_before_the_peak_undoes_the_proof() -> None:
+    workload = Workload(
+        requests=TWINS.requests, operations=[Operation(kind="abort", step=2, request="r0")]
+    )
+    assert KVBudget.solve(TWINS, BLOCKS_OF_2, 6).proof.kind == "proved"
+    aborted = KVBudget.solve(workload, BLOCKS_OF_2, 6)
+    assert (aborted.verdict, aborted.proof.kind) == ("never_preempts", "simulated")
+
+
+def test_stops_leave_only_what_is_certain_proved() -> None:
+    stopping = Workload(
+        requests=[
+            msgspec.structs.replace(
+                request, sampling=SamplingSpec(max_tokens=5, stop_token_ids=(9,))
+            )
+            for request in TWINS.requests
+        ]
+    )
+    guess = KVBudget.solve(stopping, BLOCKS_OF_2, 6)
+    assert (guess.verdict, guess.proof.kind) == ("preempts", "simulated")
+    assert "if r0, r1 do not stop early" in guess.proof.statement
+    assert KVBudget.solve(stopping, BLOCKS_OF_2, 8).proof.kind == "proved"
+    known = KVBudget.solve(stopping, BLOCKS_OF_2, 6, output_lengths={"r0": 5, "r1": 5})
+    assert (known.verdict, known.proof.kind) == ("preempts", "proved")
+    short = KVBudget.solve(stopping, BLOCKS_OF_2, 6, output_lengths={"r0": 1, "r1": 1})
+    assert (short.verdict, short.proof.kind) == ("never_preempts", "proved")
+
+
+def test_min_tokens_make_a_stopping_request_certain_again() -> None:
+    sampling = SamplingSpec(max_tokens=5, min_tokens=5, stop_token_ids=(9,))
+    workload = Workload(
+        requests=[msgspec.structs.replace(item, sampling=sampling) for item in TWINS.requests]
+    )
+    assert KVBudget.solve(workload, BLOCKS_OF_2, 7).proof.kind == "proved"
+
+
+def test_a_tight_budget_gives_as_many_preemptions_as_asked_or_says_how_many_there_are() -> None:
+    workload = requests((8, 24), (8, 24), (8, 24))
+    for at_least in (1, 3):
+        budget = KVBudget.tight(workload, BLOCKS_OF_2, at_least=at_least)
+        assert budget.simulation().num_preemptions >= at_least
+    with pytest.raises(NoPreemptingBudgetError, match="preempts 1000 times: .* at most"):
+        KVBudget.tight(workload, BLOCKS_OF_2, at_least=1000)
+
+
+def test_a_wide_range_of_counts_is_scanned_until_one_preempts() -> None:
+    """About 1,000 counts are feasible; a few dozen looks are enough for those that preempt."""
+    model = AdmissionModel(block_size=1, prefix_caching=False)
+    budget = KVBudget.tight(requests((20, 500), (20, 500), (20, 500)), model)
+    assert budget.simulation().num_preemptions >= 2
+    assert budget.simulation().recompute_ratio <= 1
+
+
+# What the user reads ------------------------------------------------------------------------------
+
+
+def test_a_vacuous_budget_explains_what_would_preempt() -> None:
+    text = KVBudget.solve(TWINS, BLOCKS_OF_2, 40).explain()
+    assert text.startswith("40 blocks never preempt (proved): ")
+    other = KVBudget.tight(TWINS, BLOCKS_OF_2).num_blocks
+    assert f"{other} blocks would preempt (proved): r0, r1 arrive in step 0" in text
+
+
+def test_a_vacuous_budget_without_alternative_gives_advice() -> None:
+    text = KVBudget.solve(requests((4, 5)), BLOCKS_OF_2, 40).explain()
+    assert "No block count preempts" in text
+    assert "force a preemption with a plan" in text
+
+
+def test_an_infeasible_budget_names_the_request_and_what_it_needs() -> None:
+    text = KVBudget.solve(TWINS, BLOCKS_OF_2, 3).explain()
+    assert text.startswith("3 blocks are too few (proved): r0: ceil((4 + 5 - 1) / 2) = 4 blocks")
+
+
+@pytest.mark.parametrize("want", ["snug", 0, -3, True, 2.5])
+def test_a_budget_that_is_none_is_refused_with_the_choices(want: object) -> None:
+    with pytest.raises(BudgetError, match='"tight", "roomy", "minimal" or a positive number'):
+        KVBudget.solve(TWINS, BLOCKS_OF_2, want)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"policy": "hopeful"}, {"block_size": 0}, {"watermark": 1.0}, {"max_model_len": 1}],
+)
+def test_an_impossible_admission_model_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(AdmissionModelError, match=f"{next(iter(wrong))} must be"):
+        AdmissionModel(**{"block_size": 2, **wrong})  # type: ignore[arg-type]
+
+
+def test_a_budget_goes_into_a_record_as_plain_data() -> None:
+    data = KVBudget.tight(TWINS, BLOCKS_OF_2).to_builtins()
+    assert json.loads(json.dumps(data)) == data
+    assert data["verdict"] == "preempts"
+    assert data["proof"]["kind"] == "proved"
+
+
+# Drawn --------------------------------------------------------------------------------------------
+
+
+@st.composite
+def any_cases(draw: DrawFn) -> tuple[Workload, AdmissionModel]:
+    """Workloads of all features under all policies, reserved blocks included."""
+    model = draw(models(("full_prompt", "chunk", "greedy", "output_reserved")))
+    model = msgspec.structs.replace(model, reserved_blocks=draw(st.integers(0, 1)))
+    workload = draw(
+        workloads(vocab_size=VOCAB_SIZE, block_size=model.block_size, use_features=NO_STOPS)
+    )
+    return workload, model
+
+
+@settings(max_examples=60)
+@given(any_cases(), st.data())
+def test_proofs_never_contradict_the_simulation(
+    case: tuple[Workload, AdmissionModel], data: st.DataObject
+) -> None:
+    workload, model = case
+    room = KVBudget.roomy(workload, model)
+    num_blocks = data.draw(st.integers(room.num_blocks_min, room.num_blocks))
+    budget = KVBudget.solve(workload, model, num_blocks)
+    simulation = simulate(workload, model, num_blocks)
+    assert (budget.verdict == "preempts") == (simulation.num_preemptions > 0)
+    assert not simulation.truncated
+
+
+def is_runnable(request: RequestSpec, model: AdmissionModel) -> bool:
+    return model.output_limit(request) > 0
+
+
+@settings(max_examples=60)
+@given(st.data(), models())
+def test_the_simulation_predicts_every_preemption_of_the_engine(
+    data: st.DataObject, model: AdmissionModel
+) -> None:
+    workload = data.draw(workloads(vocab_size=VOCAB_SIZE, block_size=model.block_size))
+    room = KVBudget.roomy(workload, model)
+    num_blocks = data.draw(st.integers(max(1, room.num_blocks_min - 2), room.num_blocks))
+    run = run_exactly(workload, model, num_blocks)
+    known = {
+        request: ids
+        for request, ids in run.outputs.items()
+        if run.reasons.get(request) in ("stop", "length")
+    }
+    simulation = simulate(workload, model, num_blocks, output_token_ids=known)
+    assert list(simulation.preemptions) == run.preemptions
+    assert set(simulation.infeasible) == {
+        request for request, reason in run.reasons.items() if reason == "error"
+    }
+
+
+@settings(max_examples=40)
+@given(st.data(), models())
+def test_a_forcing_count_preempts_the_engine_and_a_roomy_one_does_not(
+    data: st.DataObject, model: AdmissionModel
+) -> None:
+    workload = data.draw(
+        workloads(vocab_size=VOCAB_SIZE, block_size=model.block_size, use_features=NO_STOPS)
+    )
+    room = KVBudget.roomy(workload, model)
+    assert run_exactly(workload, model, room.num_blocks_never).preemptions == []
+    assert run_exactly(workload, model, room.num_blocks).preemptions == []
+    try:
+        tight = KVBudget.tight(workload, model)
+    except NoPreemptingBudgetError:
+        return
+    assert run_exactly(workload, model, tight.num_blocks).preemptions
+
+
+@settings(max_examples=40)
+@given(st.data(), models())
+def test_the_smallest_feasible_count_lets_every_request_finish_and_one_less_does_not(
+    data: st.DataObject, model: AdmissionModel
+) -> None:
+    features = [name for name in NO_STOPS if name != "operations"]
+    workload = data.draw(
+        workloads(vocab_size=VOCAB_SIZE, block_size=model.block_size, use_features=features)
+    )
+    least = KVBudget.solve(workload, model, "minimal").num_blocks
+    wanted = {
+        request.id: model.output_limit(request)
+        for request in workload.requests
+        if is_runnable(request, model)
+    }
+
+    def lengths(num_blocks: int) -> dict[str, int]:
+        run = run_exactly(workload, model, num_blocks)
+        return {name: len(ids) for name, ids in run.outputs.items() if ids}
+
+    assert lengths(least) == wanted
+    if least > 1:
+        assert lengths(least - 1) != wanted
+
+
+def test_a_wrong_admission_model_is_found_out_by_the_engine() -> None:
+    """Negative control: were the comparison blind, this difference of one block would pass too."""
+    wrong = msgspec.structs.replace(BLOCKS_OF_2, reserved_blocks=1)
+    run = run_exactly(TWINS, BLOCKS_OF_2, 8)
+    assert list(simulate(TWINS, BLOCKS_OF_2, 8).preemptions) == run.preemptions
+    assert list(simulate(TWINS, wrong, 8).preemptions) != run.preemptions
