@@ -346,10 +346,10 @@ class LLM:
         if builder is None:
             return None
         request = self.scheduler.requests[request_id]
+        self._note_counts(builder, request)
+        self._tell_text(self.scheduler.next_step_id, request, builder.finish("abort"))
         self._states.drop(request)
         self.scheduler.abort(request)
-        self._note_counts(builder, request)
-        builder.finish("abort")
         return builder.output
 
     def has_unfinished_requests(self) -> bool:
@@ -576,14 +576,14 @@ class LLM:
                 if not rows:
                     continue
             if request.params.max_tokens == 0:
-                ended.append(self._end(request, "length"))
+                ended.append(self._end(step.step_id, request, "length"))
                 continue
             wanted.append((request, self._sample_request(request, rows[0])))
         tokens = sample(logits, [sample_request for _, sample_request in wanted])
         return ended + [
             self._append_token(step.step_id, request, token)
             if isinstance(token, SampledToken)
-            else self._end(request, "error", token)
+            else self._end(step.step_id, request, "error", token)
             for (request, _), token in zip(wanted, tokens, strict=True)
         ]
 
@@ -627,18 +627,21 @@ class LLM:
         return rest
 
     def _end(
-        self, request: Request, reason: str, error: EngineError | None = None
+        self, step_id: int, request: Request, reason: str, error: EngineError | None = None
     ) -> RequestOutput:
         """The request ends, but not with a token."""
         builder = self._builders.pop(request.request_id)
         self._note_counts(builder, request)
-        if error is None:
-            builder.finish(reason)
-        else:
-            builder.fail(error)
+        text = builder.finish(reason) if error is None else builder.fail(error)
+        self._tell_text(step_id, request, text)
         self._states.drop(request)
         self.scheduler.finish(request, reason)
         return builder.output
+
+    def _tell_text(self, step_id: int, request: Request, text: str) -> None:
+        """Text that was held back until the request ended without another token."""
+        if text and self.scheduler.observer is not None:
+            self.scheduler.observer.tokens_delivered(step_id, request.sequence.key, [], None, text)
 
     def _append_token(self, step_id: int, request: Request, token: SampledToken) -> RequestOutput:
         self.scheduler.append_token(request, token.token_id)

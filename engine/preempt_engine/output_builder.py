@@ -124,10 +124,10 @@ class OutputBuilder:
         self.output.finished = True
         return text
 
-    def fail(self, error: EngineError) -> None:
-        """End the request with an error of its own."""
+    def fail(self, error: EngineError) -> str:
+        """End the request with an error of its own; returns the text that was held back."""
         self.output.error = error
-        self.finish("error")
+        return self.finish("error")
 
     def _push(self, token_id: int) -> str:
         if self.detokenizer is None:

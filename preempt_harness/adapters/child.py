@@ -133,9 +133,7 @@ class ChildHost:
             raise self._hang(call, wait_s)
         reply = msgspec.json.decode(frame, type=Reply)
         if reply.error is not None:
-            raise EngineProcessError(
-                reply.error.kind, reply.error.message, reply.error.traceback
-            )
+            raise EngineProcessError(reply.error.kind, reply.error.message, reply.error.traceback)
         return reply
 
     def close(self) -> None:
@@ -283,6 +281,14 @@ class ChildSession:
     def reset_prefix_cache(self) -> None:
         """See `Session`."""
         self._ask(Call(method="reset_prefix_cache"))
+
+    def reset_running_requests(self) -> None:
+        """See `Session`."""
+        self._ask(Call(method="reset_running_requests"))
+
+    def set_priority(self, request: str, priority: int) -> None:
+        """See `Session`."""
+        self._ask(Call(method="set_priority", name=request, number=priority))
 
     def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> list[Score]:
         """See `Session`."""

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.protocol import EngineSettings, KnownIssue, SessionInfo
 from preempt_harness.admission import AdmissionModel
+from preempt_harness.processors import PROCESSORS
 from preempt_harness.record import AnyEvent, RequestResult, Score, SequenceOutput
-from preempt_harness.workload import RequestSpec
+from preempt_harness.workload import RequestSpec, SamplingSpec
 
 if TYPE_CHECKING:
-    from preempt_engine import LLM, RequestOutput
+    from preempt_engine import LLM, RequestOutput, SamplingParams
     from preempt_engine.tokenizer import HFTokenizer
 
 _NEEDS_ENGINE = 'pip install "preempt-harness[engine]"'
@@ -30,7 +31,6 @@ class EmbeddedAdapter:
     capabilities = protocol.CAPABILITIES - {
         protocol.SWAP,
         protocol.TENSOR_PARALLEL,
-        protocol.PRIORITY,
     }
     models = (
         "exact",
@@ -118,12 +118,11 @@ class EmbeddedSession:
 
     def submit(self, request: RequestSpec) -> None:
         """Queue the request."""
-        from preempt_engine import SamplingParams
-
         self.llm.add_request(
             request.prompt_token_ids,
-            SamplingParams(**{name: getattr(request.sampling, name) for name in _SAMPLING_FIELDS}),
+            _sampling_params(request.sampling),
             request_id=request.id,
+            priority=request.priority,
         )
         self._unfinished.add(request.id)
 
@@ -171,6 +170,14 @@ class EmbeddedSession:
         """Forget cached content."""
         self.llm.reset_prefix_cache()
 
+    def reset_running_requests(self) -> None:
+        """Preempt all that run, then forget cached content."""
+        self.llm.reset_prefix_cache(reset_running_requests=True)
+
+    def set_priority(self, request: str, priority: int) -> None:
+        """Give an unfinished request another priority."""
+        self.llm.set_priority(request, priority)
+
     def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> list[Score]:
         """Teacher-forced scores; their events are not part of the trial."""
         self.llm.set_observer(None)
@@ -198,7 +205,26 @@ _SAMPLING_FIELDS = (
     "stop",
     "stop_token_ids",
     "logprobs",
+    "prompt_logprobs",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "bad_words",
 )
+
+
+def _sampling_params(spec: SamplingSpec) -> SamplingParams:
+    from preempt_engine import SamplingParams, StructuredOutputsParams
+
+    structured_outputs = None
+    if spec.json_schema is not None or spec.regex is not None:
+        structured_outputs = StructuredOutputsParams(json=spec.json_schema, regex=spec.regex)
+    return SamplingParams(
+        **{name: getattr(spec, name) for name in _SAMPLING_FIELDS},
+        logits_processors=tuple(PROCESSORS[name]() for name in spec.logits_processors),
+        structured_outputs=structured_outputs,
+    )
 
 
 def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[str, Any]:
@@ -211,6 +237,8 @@ def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[st
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "max_num_seqs": settings.max_num_seqs,
         "max_model_len": settings.max_model_len,
+        "scheduling_policy": settings.scheduling_policy,
+        "max_waiting_requests": settings.max_waiting_requests,
         "watermark": settings.watermark,
         "enable_prefix_caching": settings.enable_prefix_caching,
         "seed": settings.seed,
@@ -252,6 +280,7 @@ def _result(output: RequestOutput) -> RequestResult:
         error=str(output.error or ""),
         num_cached_tokens=output.num_cached_tokens,
         num_preemptions=output.num_preemptions,
+        prompt_logprobs=output.prompt_logprobs,
     )
 
 

@@ -21,6 +21,7 @@ class RecordingObserver(EngineObserver):
 
     event_names = (
         "Arrived",
+        "PriorityChanged",
         "Scheduled",
         "BlocksAllocated",
         "BlocksFreed",
@@ -95,6 +96,11 @@ class RecordingObserver(EngineObserver):
                 max_tokens=max_tokens,
                 priority=priority,
             )
+        )
+
+    def priority_changed(self, step_id: int, request_id: str, priority: int) -> None:
+        self._events.append(
+            record.PriorityChanged(step=step_id, request=request_id, priority=priority)
         )
 
     def scheduled(self, step_id: int, key: SequenceKey, start: int, end: int) -> None:
@@ -211,9 +217,7 @@ class RecordingObserver(EngineObserver):
         )
 
     def blocks_poisoned(self, step_id: int, rank: int, block_ids: Sequence[int]) -> None:
-        self._events.append(
-            record.BlocksPoisoned(step=step_id, rank=rank, blocks=list(block_ids))
-        )
+        self._events.append(record.BlocksPoisoned(step=step_id, rank=rank, blocks=list(block_ids)))
 
     def worker_copied(self, step_id: int, rank: int, pairs: Sequence[tuple[int, int]]) -> None:
         self._events.append(record.WorkerCopied(step=step_id, rank=rank, pairs=list(pairs)))
