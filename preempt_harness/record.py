@@ -106,7 +106,7 @@ class Preempted(Event, frozen=True):
     """A request that held blocks lost them before it finished.
 
     `mode` is "recompute" or "swap"; `phase` one of `PHASES`; `reason` "out_of_blocks", "priority"
-    (for a more urgent request), "cache_reset" or "forced" (or what a foreign engine says).
+    (for a more urgent request) or "forced" (or what a foreign engine says).
     """
 
     request: str

@@ -377,7 +377,7 @@ class LLM:
                 before this call is ever read again. Their outputs do not change.
         """
         if reset_running_requests:
-            self.scheduler.preempt_all("cache_reset")
+            self.scheduler.preempt_all()
         self.scheduler.blocks.reset_prefix_cache()
 
     def set_observer(self, observer: EngineObserver | None) -> None:

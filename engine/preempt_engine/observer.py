@@ -60,8 +60,8 @@ class EngineObserver:
     ) -> None:
         """The request lost its blocks.
 
-        `reason` is "out_of_blocks", "priority" (for a more urgent request), "cache_reset" (with
-        `reset_running_requests`) or "forced".
+        `reason` is "out_of_blocks", "priority" (for a more urgent request) or "forced" (from
+        outside).
         """
 
     def resumed(self, step_id: int, request_id: str, num_cached_tokens: int) -> None:

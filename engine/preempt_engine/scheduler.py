@@ -149,10 +149,10 @@ class Scheduler:
         if self.observer is not None:
             self.observer.priority_changed(self.next_step_id, request.request_id, priority)
 
-    def preempt_all(self, reason: str) -> None:
+    def preempt_all(self) -> None:
         """Every running request loses its blocks now, between steps."""
         for request in reversed(list(self.running)):
-            self._preempt(self.next_step_id, request, reason)
+            self._preempt(self.next_step_id, request, "forced")
 
     def finish(self, request: Request, reason: str) -> None:
         """The request ended by itself."""
