@@ -467,7 +467,10 @@ class LLM:
         self._streamed.append(output)
         try:
             while True:
-                yield from reader.read()
+                deltas = reader.read()
+                if deltas:  # and perhaps more when those have been taken
+                    yield from deltas
+                    continue
                 if output.finished:
                     break
                 stepped = self.step()

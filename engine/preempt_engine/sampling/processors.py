@@ -35,7 +35,7 @@ class LogitsProcessor(Protocol):
     """A processor with state.
 
     The user hands one object to `SamplingParams.logits_processors`; the engine works on deep
-    copies of it, one per sequence, so requests that share parameters share no state.
+    copies of it, one per sequence and history, so requests that share parameters share no state.
 
         reset(prompt) accept(t0) accept(t1) ... accept(tk) process(scores of token k + 1)
 
@@ -76,15 +76,14 @@ class UserProcessor:
 
     def __init__(self, processor: LogitsProcessor | LogitsFunction) -> None:
         self._name = getattr(processor, "__qualname__", type(processor).__qualname__)
-        self._processor: LogitsProcessor
-        if isinstance(processor, LogitsProcessor):
-            with self._errors_named():
-                self._processor = copy.deepcopy(processor)
-        else:
-            self._processor = _FunctionProcessor(processor)
+        self._original: LogitsProcessor = (
+            processor if isinstance(processor, LogitsProcessor) else _FunctionProcessor(processor)
+        )
+        self._processor = self._original
 
     def reset(self, prompt_token_ids: Seq[int]) -> None:
         with self._errors_named():
+            self._processor = copy.deepcopy(self._original)
             self._processor.reset(list(prompt_token_ids))
 
     def accept(self, token_id: int) -> None:
