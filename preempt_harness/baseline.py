@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from preempt_harness.adapters.protocol import EngineAdapter
+from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings
 from preempt_harness.budget import KVBudget
 from preempt_harness.checks import run_checks
 from preempt_harness.record import Baseline, Preempted, TrialRecord
 from preempt_harness.trial import Trial
+from preempt_harness.workload import Workload
 
 RunTrial = Callable[[Trial], TrialRecord]
 
@@ -31,13 +32,13 @@ class BaselineStore:
         self._known: dict[bytes, Baseline] = {}
         self.num_runs = 0
 
-    def get(self, trial: Trial, adapter: EngineAdapter) -> Baseline:
-        """The baseline for a trial: the same engine, settings and workload, with room."""
-        room = KVBudget.roomy(trial.workload, adapter.admission_model(trial.settings))
+    def get(self, settings: EngineSettings, workload: Workload, adapter: EngineAdapter) -> Baseline:
+        """The baseline of a workload under these settings, whatever their block count."""
+        room = KVBudget.roomy(workload, adapter.admission_model(settings))
         roomy = Trial(
-            engine=trial.engine,
-            settings=msgspec.structs.replace(trial.settings, num_blocks=room.num_blocks),
-            workload=trial.workload,
+            engine=adapter.name,
+            settings=msgspec.structs.replace(settings, num_blocks=room.num_blocks),
+            workload=workload,
             budget=room.to_builtins(),
         )
         key = msgspec.msgpack.encode((roomy.engine, roomy.settings, roomy.workload))
@@ -45,6 +46,15 @@ class BaselineStore:
             self.num_runs += 1
             self._known[key] = as_baseline(self._run(roomy))
         return self._known[key]
+
+
+def output_lengths(baseline: Baseline) -> dict[str, int]:
+    """Request -> output tokens, for the requests that the baseline ran to their own end."""
+    return {
+        request: len(result.outputs[0].token_ids)
+        for request, result in baseline.results.items()
+        if result.finished and result.outputs and result.outputs[0].finish_reason != "abort"
+    }
 
 
 def as_baseline(record: TrialRecord) -> Baseline:

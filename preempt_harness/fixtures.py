@@ -10,7 +10,6 @@ import pytest
 # Everything else is imported by the fixtures that need it: `pytest --help` loads this module.
 if TYPE_CHECKING:
     from preempt_engine import LLM
-
     from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings
     from preempt_harness.harness import PreemptHarness
     from preempt_harness.plan import Action, PreemptionPlan
@@ -27,7 +26,9 @@ def preempt_adapter(request: pytest.FixtureRequest) -> EngineAdapter:
 
 
 @pytest.fixture
-def preempt_settings(request: pytest.FixtureRequest, preempt_adapter: EngineAdapter) -> EngineSettings:
+def preempt_settings(
+    request: pytest.FixtureRequest, preempt_adapter: EngineAdapter
+) -> EngineSettings:
     """The settings that trials of this test start from."""
     return _harness(request, preempt_adapter).settings()
 
@@ -92,7 +93,6 @@ def tiny_llm(request: pytest.FixtureRequest) -> Iterator[Callable[..., LLM]]:
 
     def make(model: str | None = None, **options: Any) -> LLM:
         from preempt_engine import LLM
-
         from preempt_harness.checkpoints import resolve_model_name
 
         selection = session_state(request.config).selection

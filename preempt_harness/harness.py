@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, Session
-from preempt_harness.baseline import BaselineStore
+from preempt_harness.baseline import BaselineStore, output_lengths
 from preempt_harness.budget import KVBudget
 from preempt_harness.errors import HarnessError
 from preempt_harness.evidence import gather_scores
@@ -74,7 +74,7 @@ class PreemptHarness:
             (lambda text: adapter.encode(settings, text)) if has_text else None,
         )
 
-    # Wishes -----------------------------------------------------------------------------------------
+    # Wishes -------------------------------------------------------------------------------------
 
     def settings(self, **changes: Any) -> EngineSettings:
         """The engine's settings with some changed.
@@ -119,13 +119,17 @@ class PreemptHarness:
                 "Give a number, or (shortest, longest), of 1 or more.",
             )
         spec = SamplingSpec(max_tokens=max_tokens, **sampling)
-        lengths = [
-            low + (high - low) * index // max(requests - 1, 1) for index in range(requests)
-        ]
+        lengths = [low + (high - low) * index // max(requests - 1, 1) for index in range(requests)]
+        prompts = [self.prompts.take(length) for length in lengths]
         return Workload(
             requests=[
-                RequestSpec(id=f"r{index}", prompt_token_ids=self.prompts.take(length), sampling=spec)
-                for index, length in enumerate(lengths)
+                RequestSpec(
+                    id=f"r{index}",
+                    prompt_token_ids=prompt,
+                    sampling=spec,
+                    text=self.prompts.text_of(prompt),
+                )
+                for index, prompt in enumerate(prompts)
             ]
         )
 
@@ -139,7 +143,7 @@ class PreemptHarness:
                 listed.append(action)
         return PreemptionPlan(listed)
 
-    # Trials -----------------------------------------------------------------------------------------
+    # Trials -------------------------------------------------------------------------------------
 
     def run(
         self,
@@ -171,8 +175,13 @@ class PreemptHarness:
         plan = self.plan(plan) if isinstance(plan, str) else plan or PreemptionPlan()
         if budget is None:
             budget = "roomy" if plan else "tight"
-        trial = self._replayed or self._trial(workload, budget, plan, self.settings(**settings))
-        baseline = self.baselines.get(trial, self.adapter)
+        if self._replayed is not None:
+            trial = self._replayed
+            baseline = self.baselines.get(trial.settings, trial.workload, self.adapter)
+        else:
+            wanted = self.settings(**settings)
+            baseline = self.baselines.get(wanted, workload, self.adapter)
+            trial = self._trial(workload, budget, plan, wanted, output_lengths(baseline))
         started = time.perf_counter()
         record = self.run_unjudged(trial)
         record.baseline = baseline
@@ -203,10 +212,12 @@ class PreemptHarness:
         budget: str | int | KVBudget,
         plan: PreemptionPlan,
         settings: EngineSettings,
+        lengths: Mapping[str, int],
     ) -> Trial:
         solved = budget
         if not isinstance(solved, KVBudget):
-            solved = KVBudget.solve(workload, self.adapter.admission_model(settings), solved)
+            admission = self.adapter.admission_model(settings)
+            solved = KVBudget.solve(workload, admission, solved, output_lengths=lengths)
         return Trial(
             engine=self.adapter.name,
             settings=msgspec.structs.replace(settings, num_blocks=solved.num_blocks),
@@ -214,4 +225,3 @@ class PreemptHarness:
             plan=plan.encode(),
             budget={**solved.to_builtins(), "given": isinstance(budget, int)},
         )
-

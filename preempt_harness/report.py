@@ -141,9 +141,7 @@ def _situation_line(summaries: Iterable[TrialSummary]) -> str:
 
 def _not_observable_lines(summaries: Iterable[TrialSummary]) -> list[str]:
     reasons = Counter(
-        (check, reason)
-        for summary in summaries
-        for check, reason in summary.not_observable.items()
+        (check, reason) for summary in summaries for check, reason in summary.not_observable.items()
     )
     return [
         f"NOT OBSERVABLE in {number} trials: {check}: {reason}"

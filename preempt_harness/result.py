@@ -108,7 +108,7 @@ class TrialResult:
         """Of all checks, in their order."""
         return tuple(self.report.findings)
 
-    # Assertions -------------------------------------------------------------------------------------
+    # Assertions ---------------------------------------------------------------------------------
 
     def assert_preempted(
         self,
@@ -190,7 +190,7 @@ class TrialResult:
                 self._text(f"{len(self.findings)} findings", *self._finding_lines())
             )
 
-    # Reports ----------------------------------------------------------------------------------------
+    # Reports ------------------------------------------------------------------------------------
 
     def summary(self) -> TrialSummary:
         """What is kept for the end of the session."""

@@ -1,4 +1,4 @@
-"""How far float noise alone goes, per model, dtype and device, measured by `preempt-harness calibrate`.
+"""How far float noise alone goes per model, dtype, device: from `preempt-harness calibrate`.
 
 Owns the table that ships and the file format of a user's own. No figure is a guess: each names the
 run it comes from.

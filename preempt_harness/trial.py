@@ -30,6 +30,7 @@ from preempt_harness.plan import (
     RequestViews,
     Squeeze,
     Step,
+    anchor_of,
 )
 from preempt_harness.record import AnyEvent, Header, TrialRecord
 from preempt_harness.workload import Operation, Workload
@@ -191,9 +192,14 @@ class _Run:
                 self._session.preempt(command.request, command.mode)
             elif isinstance(command, AbortCommand):
                 self._session.abort(command.request)
-            elif isinstance(command, HoldCommand):
-                every = self._session.info.num_blocks
-                self._session.hold_blocks(every if command.blocks == "all" else command.blocks)
+            else:
+                self._hold(command)
+
+    def _hold(self, command: HoldCommand) -> None:
+        every = self._session.info.num_blocks
+        wanted = every if command.blocks == "all" else command.blocks
+        if self._session.hold_blocks(wanted) == 0 and wanted > 0:
+            self._plan_runner.refuse(command, "no block is free that could be held")
 
 
 def poll_bound(workload: Workload, plan: PreemptionPlan) -> int:
@@ -216,8 +222,9 @@ def _steps_named(plan: PreemptionPlan) -> Iterator[int]:
     for action in plan.actions:
         if isinstance(action, Squeeze):
             yield action.stop
-        elif isinstance(getattr(action, "at", None), Step):
-            yield action.at.number
+        anchor = anchor_of(action)
+        if isinstance(anchor, Step):
+            yield anchor.number
 
 
 def _max_preemptions(plan: PreemptionPlan, num_requests: int) -> int:

@@ -89,8 +89,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     operations: list[Operation] = []
 
     def to_builtins(self) -> dict[str, Any]:
-        """Plain dictionaries and lists, for a record's header."""
-        data: dict[str, Any] = msgspec.to_builtins(self)
+        """Plain dictionaries and lists, for a record's header: what JSON gives back."""
+        data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         return data
 
     @classmethod

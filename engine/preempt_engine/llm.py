@@ -753,4 +753,8 @@ def _progress_bar(total: int, *, enabled: bool) -> Iterator[Callable[[], None]]:
     from tqdm import tqdm
 
     with tqdm(total=total, desc="Generating", unit="request", dynamic_ncols=True) as bar:
-        yield lambda: bar.update(1) and None
+
+        def advance() -> None:
+            bar.update(1)
+
+        yield advance

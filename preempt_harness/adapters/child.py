@@ -150,7 +150,7 @@ class ChildHost:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
         kind = type(self._adapter)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         try:

@@ -32,7 +32,7 @@ class EmbeddedAdapter:
         protocol.SWAP,
         protocol.TENSOR_PARALLEL,
     }
-    models = (
+    models: tuple[str, ...] = (
         "exact",
         "tiny-llama",
         "tiny-qwen2",
@@ -93,7 +93,6 @@ class EmbeddedSession:
 
     def __init__(self, settings: EngineSettings) -> None:
         from preempt_engine import LLM
-
         from preempt_harness.adapters.embedded_observer import RecordingObserver
 
         options = dict(settings.options)
@@ -251,7 +250,6 @@ def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[st
 
 def _model_path(settings: EngineSettings) -> Path:
     from preempt_engine.models.config import resolve_model
-
     from preempt_harness.checkpoints import resolve_model_name
 
     return resolve_model(str(resolve_model_name(settings.model)))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from preempt_engine.observer import EngineObserver, PoolView
 from preempt_engine.step import SequenceKey
-
 from preempt_harness import record
 from preempt_harness.record import AnyEvent
 

@@ -40,9 +40,7 @@ class AdapterRegistry:
                     f"Two adapters are named {adapter.name!r}.", "Give one of them another name."
                 )
             self._added[adapter.name] = adapter
-        self._entry_points = {
-            point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)
-        }
+        self._entry_points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
 
     def names(self) -> list[str]:
         """Every adapter that can be asked for."""

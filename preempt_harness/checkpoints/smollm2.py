@@ -16,6 +16,7 @@ from preempt_harness.checkpoints.errors import CheckpointError, require_extra
 from preempt_harness.checkpoints.versions import transformers_major
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 # Raise it when the files made from the same GGUF file change.
@@ -56,8 +57,26 @@ def write_smollm2_checkpoint(folder: Path, gguf_folder: Path) -> None:
     token_ids = tokenizer(_PROBE, return_tensors="pt").input_ids
     if reloaded_tokenizer(_PROBE, return_tensors="pt").input_ids.tolist() != token_ids.tolist():
         raise _differs("tokenizer")
+    check_same_logits(original, reloaded, token_ids)
+
+
+def check_same_logits(
+    original: PreTrainedModel, converted: PreTrainedModel, token_ids: Tensor
+) -> None:
+    """Check that two models compute bitwise the same logits.
+
+    Args:
+        original: what was converted.
+        converted: what came of it.
+        token_ids: a prompt, [1, tokens].
+
+    Raises:
+        CheckpointError: any logit differs in any bit.
+    """
+    import torch
+
     with torch.inference_mode():
-        if not torch.equal(original(token_ids).logits, reloaded(token_ids).logits):
+        if not torch.equal(original(token_ids).logits, converted(token_ids).logits):
             raise _differs("model")
 
 

@@ -8,6 +8,7 @@ hash-like function of everything attended. Knows nothing of files.
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import TYPE_CHECKING, Any
 
 from preempt_harness.checkpoints.recipes import (
@@ -88,7 +89,7 @@ def _norm(recipe: TinyRecipe, name: str, normal: NDArray[np.float64]) -> NDArray
         gain = recipe.query_key_gain
     elif name.startswith(_FINAL_NORMS) and recipe.config["tie_word_embeddings"]:
         # The embedding, of unit variance, is the head: the scale of the logits is set here.
-        gain = recipe.logit_std * normal.shape[0] ** -0.5
+        gain = recipe.logit_std / math.sqrt(normal.shape[0])
     mean = 1.0 if name.endswith(".weight") else 0.0
     return gain * (mean + _SMALL * normal)
 
@@ -114,7 +115,8 @@ def _matrix(recipe: TinyRecipe, name: str, normal: NDArray[np.float64]) -> NDArr
         # ReLU units have a positive mean. Rows that sum to zero keep it from adding the same
         # vector at every position, which would favour the same tokens for ever.
         normal = normal - normal.mean(axis=1, keepdims=True)
-    return _gain(recipe, kind) * normal * normal.shape[1] ** -0.5
+    fan_in: int = normal.shape[1]
+    return normal * (_gain(recipe, kind) / math.sqrt(fan_in))
 
 
 def _gain(recipe: TinyRecipe, kind: str) -> float:

@@ -40,6 +40,7 @@ class _Preemptions:
         self._freed_in: dict[str, int] = {}
         self._scheduled_in: dict[str, int] = {}
         self._away: dict[str, int] = {}
+        self._branched: set[str] = set()
         self._num_tokens: Counter[str] = Counter()
         self._computed: dict[str, set[int]] = {}
         self._in_flight: dict[int, dict[str, int]] = {}
@@ -53,9 +54,11 @@ class _Preemptions:
             self._tables.allocate(event)
         elif isinstance(event, BlocksFreed):
             self._tables.free(event)
-            self._freed_in[request_of(event.seq)] = event.step
+            if request_of(event.seq) not in self._away:
+                self._freed_in[request_of(event.seq)] = event.step
         elif isinstance(event, Forked):
             self._tables.fork(event)
+            self._branched.add(request_of(event.parent))
         elif isinstance(event, Arrived):
             self._num_tokens[f"{event.request}.0"] = len(event.prompt_token_ids)
         elif isinstance(event, TokensDelivered):
@@ -102,7 +105,8 @@ class _Preemptions:
         if self._scheduled_in.get(request) == event.step:
             self._report_scheduled(event.step, request, event.step)
         self._away[request] = event.step
-        self._judge_figures(event)
+        if request not in self._branched:  # of several branches the event's figures are nobody's
+            self._judge_figures(event)
 
     def _judge_figures(self, event: Preempted) -> None:
         """The event's own figures; with steps in flight they may lie on either side of them."""

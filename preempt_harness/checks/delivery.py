@@ -18,6 +18,7 @@ from preempt_harness.record import (
     EngineError,
     Finished,
     Header,
+    RecordFormatError,
     RequestResult,
     SequenceOutput,
     TokensDelivered,
@@ -37,13 +38,24 @@ class _Stream:
 
 
 def workload_of(record: TrialRecord) -> dict[str, RequestSpec]:
-    """The workload's requests by id.
+    """The requests that were asked for, by id.
 
     Raises:
-        msgspec.ValidationError: the header's workload is not one.
+        RecordFormatError: the header's workload is not one.
     """
-    workload = msgspec.convert(record.header.workload, Workload)
-    return {request.id: request for request in workload.requests}
+    return {request.id: request for request in read_workload(record).requests}
+
+
+def read_workload(record: TrialRecord) -> Workload:
+    """The header's workload.
+
+    Raises:
+        RecordFormatError: it is not one.
+    """
+    try:
+        return Workload.from_builtins(record.header.workload)
+    except msgspec.ValidationError as error:
+        raise RecordFormatError(f"the header's workload cannot be read: {error}") from error
 
 
 def check_stream(record: TrialRecord) -> CheckResult:
@@ -188,8 +200,8 @@ def _aborted(record: TrialRecord, specs: dict[str, RequestSpec]) -> set[str]:
     """Requests that somebody aborted, by the log or, if it does not tell, by the workload."""
     if "Aborted" in record.header.observed:
         return {event.request for event in record.events if isinstance(event, Aborted)}
-    workload = msgspec.convert(record.header.workload, Workload)
-    asked = {item.request for item in workload.operations if item.kind == "abort"}
+    operations = read_workload(record).operations
+    asked = {item.request for item in operations if item.kind == "abort"}
     by_plan = {request for request in specs if f"abort:{request}@" in record.header.plan}
     return asked | by_plan
 

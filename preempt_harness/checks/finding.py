@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from preempt_harness.record import Header
+
 
 class Code(StrEnum):
     """Stable finding codes; the part before the first dash names the check."""
@@ -136,6 +138,12 @@ class CheckResult:
 def request_of(seq: str) -> str:
     """The request of a sequence "request.branch"."""
     return seq.rpartition(".")[0] or seq
+
+
+def why_not_observed(header: Header, needs: frozenset[str]) -> str | None:
+    """Why a check that judges from these event types cannot, None when it can."""
+    missing = needs - set(header.observed)
+    return f"{header.engine} does not show {', '.join(sorted(missing))}" if missing else None
 
 
 class Listing:

@@ -15,7 +15,14 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from preempt_harness.checks._kvsan_state import Context
-from preempt_harness.checks.finding import CheckResult, Code, Finding, Listing, request_of
+from preempt_harness.checks.finding import (
+    CheckResult,
+    Code,
+    Finding,
+    Listing,
+    request_of,
+    why_not_observed,
+)
 from preempt_harness.checks.sanitizer import RankSanitizer
 from preempt_harness.checks.tables import SchedulerTables
 from preempt_harness.record import (
@@ -44,6 +51,15 @@ Verify = Literal["incremental", "full"]
 
 CONTENT_EVENTS = frozenset({"Arrived", "Computed", "TokensDelivered"})
 OWNERSHIP_EVENTS = frozenset({"BlocksAllocated", "BlocksFreed"})
+OWNERSHIP_CODES = frozenset(
+    {
+        Code.KVSAN_USE_AFTER_FREE,
+        Code.KVSAN_SHARED_WRITE,
+        Code.KVSAN_DOUBLE_MAP,
+        Code.KVSAN_DOUBLE_FREE,
+        Code.KVSAN_LEAK,
+    }
+)
 
 
 class KVSan:
@@ -299,12 +315,39 @@ class KVSan:
 
 
 def check_kvsan(record: TrialRecord, verify: Verify = "incremental") -> CheckResult:
-    """KVSan over a whole record."""
+    """KVSan over a whole record, in one result."""
     sanitizer = KVSan(record.header, verify=verify)
     for event in record.events:
         sanitizer.feed(event)
     sanitizer.finish()
     return sanitizer.result()
+
+
+def kvsan_parts(
+    record: TrialRecord, verify: Verify = "incremental"
+) -> tuple[CheckResult, CheckResult]:
+    """KVSan over a whole record: of contents, and of who holds which block.
+
+    Either part can be judged without the other; what is not observed says so.
+    """
+    whole = check_kvsan(record, verify)
+    ownership = tuple(f for f in whole.findings if f.code in OWNERSHIP_CODES)
+    contents = tuple(f for f in whole.findings if f.code not in OWNERSHIP_CODES)
+    return (
+        CheckResult(
+            check="kvsan",
+            part="contents",
+            findings=contents,
+            counted=whole.counted,
+            not_observable=why_not_observed(record.header, CONTENT_EVENTS),
+        ),
+        CheckResult(
+            check="kvsan",
+            part="ownership",
+            findings=ownership,
+            not_observable=why_not_observed(record.header, OWNERSHIP_EVENTS),
+        ),
+    )
 
 
 def _difference(first: Computed | None, other: Computed | None) -> str:

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
-
-from preempt_harness.checks.delivery import workload_of
+from preempt_harness.checks.delivery import read_workload, workload_of
 from preempt_harness.checks.finding import CheckResult, Code, Listing
 from preempt_harness.checks.tables import num_blocks_for
 from preempt_harness.record import (
@@ -33,7 +31,7 @@ from preempt_harness.record import (
     Scheduled,
     TrialRecord,
 )
-from preempt_harness.workload import RequestSpec, Workload
+from preempt_harness.workload import RequestSpec
 
 PREEMPT_ALL = "preempt-all"
 """How an applied plan action that preempts everybody begins."""
@@ -120,6 +118,7 @@ def _judge_livelock(
     high_water: dict[str, int] = {}
     live: dict[str, None] = {}
     stalled: set[int] = set()
+    moved_in = -1
     for event in record.events:
         rises = False
         if isinstance(event, Scheduled):
@@ -135,7 +134,8 @@ def _judge_livelock(
             rises = event.reason == "forced"
         if rises or not live:
             stalled.clear()
-        elif event.step not in exempt:
+            moved_in = event.step
+        elif event.step != moved_in and event.step not in exempt:
             stalled.add(event.step)
         if len(stalled) > bounds.stall:
             listing.report(
@@ -203,8 +203,8 @@ def check_ends(record: TrialRecord) -> CheckResult:
     if any(isinstance(event, EngineError) for event in record.events):
         return listing.result("progress", "ends")
     aborted = {event.request for event in record.events if isinstance(event, Aborted)}
-    workload = msgspec.convert(record.header.workload, Workload)
-    aborted |= {item.request for item in workload.operations if item.kind == "abort"}
+    operations = read_workload(record).operations
+    aborted |= {item.request for item in operations if item.kind == "abort"}
     for request, spec in specs.items():
         if request in aborted:
             continue

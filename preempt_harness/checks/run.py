@@ -21,7 +21,7 @@ from preempt_harness.checks import (
     tokens,
     work,
 )
-from preempt_harness.checks.finding import CheckResult, Finding
+from preempt_harness.checks.finding import CheckResult, Finding, why_not_observed
 from preempt_harness.checks.tokens import Tolerance
 from preempt_harness.record import TrialRecord
 
@@ -43,25 +43,25 @@ class CheckOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One part of a check.
+    """One part of a check, or several that are judged in one go.
 
     Attributes:
-        check: the check's name; part: this part's, "" if it has one only.
-        needs: event types that it judges from.
+        check: the check's name.
+        part: this part's name, "" if the check has one only.
+        needs: event types without which it is not judged at all.
         judge: the part itself.
     """
 
     check: str
     part: str = ""
     needs: frozenset[str] = frozenset()
-    judge: Callable[[TrialRecord, CheckOptions], CheckResult]
+    judge: Callable[[TrialRecord, CheckOptions], tuple[CheckResult, ...]]
 
-    def run(self, record: TrialRecord, options: CheckOptions) -> CheckResult:
+    def run(self, record: TrialRecord, options: CheckOptions) -> tuple[CheckResult, ...]:
         """Judge, or say why not."""
-        missing = self.needs - set(record.header.observed)
-        if missing:
-            reason = f"{record.header.engine} does not show {', '.join(sorted(missing))}"
-            return CheckResult(check=self.check, part=self.part, not_observable=reason)
+        reason = why_not_observed(record.header, self.needs)
+        if reason is not None:
+            return (CheckResult(check=self.check, part=self.part, not_observable=reason),)
         return self.judge(record, options)
 
 
@@ -126,27 +126,27 @@ def run_checks(
         )
     chosen = options if options is not None else CheckOptions()
     return CheckReport(
-        results=tuple(part.run(record, chosen) for part in PARTS if part.check in wanted)
+        results=tuple(
+            result for part in PARTS if part.check in wanted for result in part.run(record, chosen)
+        )
     )
 
 
 def _plain(
     judge: Callable[[TrialRecord], CheckResult],
-) -> Callable[[TrialRecord, CheckOptions], CheckResult]:
-    return lambda record, options: judge(record)
+) -> Callable[[TrialRecord, CheckOptions], tuple[CheckResult, ...]]:
+    return lambda record, options: (judge(record),)
 
 
 PARTS = (
     Part(check="crash", judge=_plain(crash.check_crash)),
     Part(
         check="kvsan",
-        part="contents",
-        needs=kvsan.CONTENT_EVENTS,
-        judge=lambda record, options: kvsan.check_kvsan(record, options.verify),
+        judge=lambda record, options: kvsan.kvsan_parts(record, options.verify),
     ),
     Part(
         check="tokens",
-        judge=lambda record, options: tokens.check_tokens(record, options.tolerance),
+        judge=lambda record, options: (tokens.check_tokens(record, options.tolerance),),
     ),
     Part(
         check="delivery",
@@ -231,7 +231,9 @@ PARTS = (
         check="work",
         part="preemptions",
         needs=frozenset({"Preempted"}),
-        judge=lambda record, options: work.check_preemptions(record, options.expected_preemptions),
+        judge=lambda record, options: (
+            work.check_preemptions(record, options.expected_preemptions),
+        ),
     ),
     Part(
         check="work",

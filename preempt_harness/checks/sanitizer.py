@@ -55,8 +55,6 @@ class RankSanitizer:
         changed = reader.tokens.deliver(token_ids)
         if changed is not None:
             reader.verified = min(reader.verified, changed)
-            if reader.computed is not None:
-                reader.computed = min(reader.computed, changed)
 
     def lose_blocks(self, seq: str, keeps_contents: bool = False) -> None:
         """The sequence gave up its blocks; whatever it reads next is to be verified from 0.
@@ -75,7 +73,7 @@ class RankSanitizer:
     def poison(self, step: int, blocks: Sequence[int], tick: int) -> None:
         """The worker overwrote blocks with the poison pattern."""
         valid = self._valid_blocks(step, blocks, "poisons")
-        self._shadow.poison(valid, Write("", step, tick, False))
+        self._shadow.poison(valid, Write("", step, tick))
         self._index.mark(valid)
 
     def copy(self, step: int, pairs: Sequence[tuple[int, int]], tick: int) -> None:
@@ -99,10 +97,12 @@ class RankSanitizer:
     def compute(self, rows: Sequence[Computed], tick: int) -> None:
         """All rows of one step."""
         readers = [self._take_table(row) for row in rows]
+        writes = [Write(row.seq, row.step, tick) for row in rows]
         for index in self._write_order(rows, readers):
-            self._write(rows[index], readers[index], tick)
-        for row, reader in zip(rows, readers, strict=True):
+            self._write(rows[index], readers[index], writes[index])
+        for row, reader, write in zip(rows, readers, writes, strict=True):
             self._read(row, reader)
+            write.tainted = reader.corrupt
 
     def _reader(self, seq: str) -> Reader:
         reader = self._readers.get(seq)
@@ -217,9 +217,8 @@ class RankSanitizer:
             return None
         return reader.table[index] * self._context.block_size + offset
 
-    def _write(self, row: Computed, reader: Reader, tick: int) -> None:
+    def _write(self, row: Computed, reader: Reader, write: Write) -> None:
         context = self._context
-        write = Write(row.seq, row.step, tick, reader.corrupt)
         previous = self._continued_from(row, reader)
         reader.verified = min(reader.verified, row.start)
         touched: set[int] = set()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from preempt_harness.checks.chain import POISONED, UNWRITTEN
 
 
-@dataclass(slots=True, frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Write:
     """Who filled a slot.
 
@@ -20,13 +20,13 @@ class Write:
         seq: the sequence, "" for the poison pattern.
         step: when.
         tick: serial number of the event; copies count as written when they were copied.
-        tainted: the writer had read wrong contents before, which was reported.
+        tainted: the writer had wrong contents itself, which a listed finding explains.
     """
 
     seq: str
     step: int
     tick: int
-    tainted: bool
+    tainted: bool = False
 
 
 class Slots:

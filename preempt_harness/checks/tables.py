@@ -114,11 +114,14 @@ class SchedulerTables:
 
     def schedule(self, event: Scheduled) -> None:
         """Remember the lease that the step was scheduled with."""
+        step = self._scheduled.get(event.step)
+        if step is None:
+            step = self._scheduled[event.step] = {}
+            if len(self._scheduled) > _STEPS_REMEMBERED:
+                del self._scheduled[next(iter(self._scheduled))]
         lease = self.leases.get(event.seq)
         if lease is not None:
-            self._scheduled.setdefault(event.step, {})[event.seq] = lease
-        for step in [step for step in self._scheduled if step < event.step - _STEPS_REMEMBERED]:
-            del self._scheduled[step]
+            step[event.seq] = lease
 
     def lease_at(self, step: int, seq: str) -> Lease | None:
         """The lease with which the step was scheduled, else the one held now."""

@@ -96,9 +96,7 @@ def compare_tokens(record: TrialRecord, tolerance: Tolerance | None = None) -> l
             continue
         # A refused request gave nothing to compare; whether it had to be refused is progress's.
         by_prefix = (
-            request in aborted
-            or bool(result.error)
-            or not (result.finished and reference.finished)
+            request in aborted or bool(result.error) or not (result.finished and reference.finished)
         )
         exact_only = record.header.batch_invariant or specs[request].sampling.temperature > 0
         for branch, (output, other) in enumerate(

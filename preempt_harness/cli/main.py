@@ -26,6 +26,11 @@ class Subcommand(NamedTuple):
 
 
 SUBCOMMANDS: Mapping[str, Subcommand] = {
+    "stress": Subcommand("preempt_harness.cli.stress", "run random requests in a pool too small"),
+    "check": Subcommand("preempt_harness.cli.check", "apply all checks to a recorded trial"),
+    "replay": Subcommand("preempt_harness.cli.replay", "run a trial again and judge it"),
+    "calibrate": Subcommand("preempt_harness.cli.calibrate", "measure how far float noise goes"),
+    "adapters": Subcommand("preempt_harness.cli.adapters", "list engines and what each can do"),
     "fetch": Subcommand("preempt_harness.cli.fetch", "make a model's checkpoint, print its path"),
 }
 
@@ -48,12 +53,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = parser.parse_args(given)
         try:
             status: int = module.run(parsed)
-        except HarnessError as error:
+        except _user_errors() as error:
             print(f"preempt-harness {given[0]}: {error}", file=sys.stderr)
             return EXIT_USAGE
         return status
     parser.parse_args(given)  # exits: help, an unknown subcommand, or none
     raise AssertionError("argparse accepted arguments without a subcommand")
+
+
+def _user_errors() -> tuple[type[Exception], ...]:
+    """Errors that say what to do; only asked for when something was raised."""
+    from preempt_engine.errors import EngineError
+
+    return HarnessError, EngineError
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:

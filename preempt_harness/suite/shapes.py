@@ -38,9 +38,7 @@ def request(
 
 def companions(preempt: PreemptHarness, block: int, *, count: int = 2) -> list[RequestSpec]:
     """Requests c0, c1, ... that run beside the one a scenario is about."""
-    return [
-        request(preempt, f"c{index}", 2 * block + index, 4 * block) for index in range(count)
-    ]
+    return [request(preempt, f"c{index}", 2 * block + index, 4 * block) for index in range(count)]
 
 
 def together(*requests: RequestSpec | list[RequestSpec]) -> Workload:

@@ -34,9 +34,7 @@ def test_preempted_at_a_boundary(
 
 @OFFSETS
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_prompt_length_in_a_tight_pool(
-    preempt: PreemptHarness, blocks: int, offset: int
-) -> None:
+def test_prompt_length_in_a_tight_pool(preempt: PreemptHarness, blocks: int, offset: int) -> None:
     block = block_size(preempt)
     length = blocks * block + offset
     workload = together(
@@ -72,9 +70,7 @@ def test_preempted_near_max_tokens(preempt: PreemptHarness, left: int) -> None:
     workload = together(
         request(preempt, "victim", 2 * block, max_tokens), companions(preempt, block)
     )
-    result = preempt.run(
-        workload, plan=f"preempt:victim@out={max_tokens - left}", block_size=block
-    )
+    result = preempt.run(workload, plan=f"preempt:victim@out={max_tokens - left}", block_size=block)
     result.assert_preempted(request="victim")
     result.assert_matches_baseline()
     result.assert_clean()

@@ -29,9 +29,7 @@ def test_a_prompt_larger_than_the_pool_ends_alone(preempt: PreemptHarness) -> No
 
 def test_a_pool_in_which_each_fits_only_alone(preempt: PreemptHarness) -> None:
     block = block_size(preempt)
-    workload = together(
-        [request(preempt, f"r{index}", 2 * block, 4 * block) for index in range(3)]
-    )
+    workload = together([request(preempt, f"r{index}", 2 * block, 4 * block) for index in range(3)])
     result = preempt.run(workload, "minimal", block_size=block)
     result.assert_preempted()
     result.assert_matches_baseline()

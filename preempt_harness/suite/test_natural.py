@@ -32,9 +32,7 @@ def test_tight_pool(preempt: PreemptHarness, chunk_blocks: int, prefix_caching: 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 16])
 def test_block_size(preempt: PreemptHarness, size: int) -> None:
-    workload = together(
-        [request(preempt, f"r{index}", 11 + 7 * index, 24) for index in range(3)]
-    )
+    workload = together([request(preempt, f"r{index}", 11 + 7 * index, 24) for index in range(3)])
     result = preempt.run(workload, "tight", block_size=size)
     result.assert_preempted()
     result.assert_matches_baseline()

@@ -1,4 +1,4 @@
-"""What a preemption does to others: who takes the freed blocks, and who shares the victim's prefix."""
+"""What a preemption does to others: those who take its blocks, those who share its prefix."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ CACHE = pytest.mark.parametrize("prefix_caching", [True, False], ids=["cache", "
 
 @CACHE
 @pytest.mark.preempt_requires("preempt", "stepped")
-def test_a_bystander_takes_the_freed_blocks(
-    preempt: PreemptHarness, prefix_caching: bool
-) -> None:
+def test_a_bystander_takes_the_freed_blocks(preempt: PreemptHarness, prefix_caching: bool) -> None:
     block = block_size(preempt)
     # The pool holds both at their longest, and nothing more: whatever grows takes freed blocks.
     workload = together(
@@ -45,9 +43,7 @@ def test_a_later_request_shares_the_victims_prefix(
     workload = together(
         request(preempt, "victim", prefix + preempt.prompts.take(block + 1), 4 * block),
         request(preempt, "other", 2 * block + 1, 4 * block),
-        request(
-            preempt, "sharer", prefix + preempt.prompts.take(block), 3 * block, arrival_step=8
-        ),
+        request(preempt, "sharer", prefix + preempt.prompts.take(block), 3 * block, arrival_step=8),
     )
     result = preempt.run(
         workload,

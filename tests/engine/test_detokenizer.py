@@ -122,11 +122,10 @@ def test_deltas_of_any_ids_concatenate_to_the_decoded_text(
     byte_level: HFTokenizer, byte_ids: BytePieces, data: st.DataObject
 ) -> None:
     """Includes invalid UTF-8, characters cut anywhere, special and unknown ids."""
+    words = [byte_level.encode(text) for text in ("the cat", "漢字", "😀", "\ufffd", "e\u0301\x00")]
+    cut = [byte_ids(part) for part in (b"\xf0", b"\x9f\x98", b"\x80", b"\xe6\xbc", b"\xa2", b"a")]
     any_id = st.integers(0, byte_level.vocab_size + 3).map(lambda i: [i])
-    text_ids = texts.map(byte_level.encode)
-    cut_bytes = st.sampled_from([b"\xf0", b"\x9f\x98", b"\x80", b"\xe6\xbc", b"\xa2", b"a"])
-    broken = st.lists(cut_bytes, max_size=20).map(lambda b: byte_ids(b"".join(b)))
-    parts = data.draw(st.lists(any_id | text_ids | broken, max_size=12))
+    parts = data.draw(st.lists(any_id | st.sampled_from(words) | st.sampled_from(cut), max_size=60))
     token_ids = list(chain.from_iterable(parts))
     decoder = TextDecoder(byte_level)
     deltas = [decoder.push(token_id) for token_id in token_ids]

@@ -207,13 +207,17 @@ def test_a_tiny_temperature_is_greedy_and_does_not_overflow(temperature: float) 
     assert {item.token_id for item in sample(logits, requests)} == {2}
 
 
-def test_a_choice_is_the_argmax_of_tempered_logits_plus_the_noise_of_its_position() -> None:
-    row = np.linspace(-2, 2, 16).astype(np.float32)
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_a_choice_is_the_argmax_of_tempered_logits_plus_the_noise_of_token_and_position(
+    top_k: int,
+) -> None:
+    row = [float(i % 16) / 4 for i in range(0, 112, 7)]  # 16 values, not in order
+    params = SamplingParams(temperature=0.5, top_k=top_k)
     for position in range(200):
         noise = gumbel(uniform_noise(9, 0, position, TOKEN_CHOICE, 16))
-        item = request(SamplingParams(temperature=0.5), seed=9, position=position)
-        expected = int((row.astype(np.float64) / 0.5 + noise).argmax())
-        assert sample(Logits([row.tolist()]), [item])[0].token_id == expected
+        item = request(params, seed=9, position=position)
+        expected = max(naive_filter(row, params), key=lambda i: row[i] / 0.5 + noise[i])
+        assert sample(Logits([row]), [item])[0].token_id == expected
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,9 @@ class FakeEngine:
         self.events: list[Event] = []
         self.results: dict[str, RequestResult] = {}
         self.step = 0
-        self.arriving = [Job(s, i, list(s.prompt_token_ids)) for i, s in enumerate(workload.requests)]
+        self.arriving = [
+            Job(s, i, list(s.prompt_token_ids)) for i, s in enumerate(workload.requests)
+        ]
         self.waiting: list[Job] = []
         self.running: list[Job] = []
         self.free = list(range(config.num_blocks))

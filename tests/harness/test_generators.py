@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -22,7 +23,7 @@ from preempt_harness.generators import (
     shared_prefix,
     unequal_lengths,
 )
-from preempt_harness.workload import Workload
+from preempt_harness.workload import RequestSpec, Workload
 
 SIZES = [1, 2, 4, 16]
 AIMED: list[Callable[..., Workload]] = [
@@ -82,7 +83,9 @@ def test_a_later_sharer_begins_with_the_victims_full_blocks() -> None:
 
 
 def test_unequal_lengths_differ_several_times_over() -> None:
-    lengths = [len(prompt) for prompt in prompts(unequal_lengths(vocab_size=64, block_size=8, seed=0))]
+    lengths = [
+        len(prompt) for prompt in prompts(unequal_lengths(vocab_size=64, block_size=8, seed=0))
+    ]
     assert min(lengths[0::2]) > 3 * max(lengths[1::2]) / 2
 
 
@@ -107,7 +110,7 @@ def test_aimed_workloads_repeat_for_a_seed_and_name_requests_in_order(
 def test_random_workloads_are_well_formed_repeat_and_differ() -> None:
     drawn = [random_workload(seed, vocab_size=64, block_size=4) for seed in range(200)]
     assert drawn == [random_workload(seed, vocab_size=64, block_size=4) for seed in range(200)]
-    assert all(one != other for one, other in zip(drawn, drawn[1:], strict=False))
+    assert all(one != other for one, other in pairwise(drawn))
     for workload in drawn:
         assert_well_formed(workload, 64)
 
@@ -119,20 +122,20 @@ def test_random_workloads_have_what_their_features_say_and_nothing_else() -> Non
             for seed in range(60)
         ]
 
-    def requests_of(workloads: list[Workload]) -> list[object]:
+    def requests_of(workloads: list[Workload]) -> list[RequestSpec]:
         return [request for workload in workloads for request in workload.requests]
 
     plain = drawn()
     assert not any(workload.operations for workload in plain)
     for request in requests_of(plain):
-        assert request.arrival_step == 0  # type: ignore[attr-defined]
-        assert request.sampling.temperature == 0  # type: ignore[attr-defined]
-        assert not request.sampling.stop_token_ids  # type: ignore[attr-defined]
+        assert request.arrival_step == 0
+        assert request.sampling.temperature == 0
+        assert not request.sampling.stop_token_ids
     assert any(workload.operations for workload in drawn("operations"))
-    assert any(r.arrival_step for r in requests_of(drawn("late_arrivals")))  # type: ignore[attr-defined]
-    assert any(r.sampling.temperature for r in requests_of(drawn("sampling")))  # type: ignore[attr-defined]
-    assert any(r.sampling.stop_token_ids for r in requests_of(drawn("stops")))  # type: ignore[attr-defined]
-    assert any(r.num_prompt_tokens > 20 for r in requests_of(drawn("long_prompts")))  # type: ignore[attr-defined]
+    assert any(r.arrival_step for r in requests_of(drawn("late_arrivals")))
+    assert any(r.sampling.temperature for r in requests_of(drawn("sampling")))
+    assert any(r.sampling.stop_token_ids for r in requests_of(drawn("stops")))
+    assert any(r.num_prompt_tokens > 20 for r in requests_of(drawn("long_prompts")))
 
 
 def test_an_unknown_feature_is_refused() -> None:

@@ -185,7 +185,7 @@ def test_an_action_that_can_never_be_due_is_refused(text: str, message: str) -> 
 
 def test_all_unsuitable_actions_are_named_at_once() -> None:
     plan = PreemptionPlan.parse("preempt:r9@out=1/preempt:r0@out=1/preempt:r1@out=99")
-    with pytest.raises(PlanError, match="action 1, .*action 3, "):
+    with pytest.raises(PlanError, match=r"action 1, .*action 3, "):
         plan.validate(WORKLOAD)
 
 
@@ -205,7 +205,9 @@ def test_an_action_that_can_be_due_is_accepted(text: str) -> None:
 
 def test_block_boundaries_become_token_counts() -> None:
     plan = PreemptionPlan.parse("preempt:r0@block=2-1/preempt-all@block=1/abort:r1@out=2")
-    assert plan.resolve(16).encode() == "preempt:r0@computed=31/preempt-all@computed=16/abort:r1@out=2"
+    assert (
+        plan.resolve(16).encode() == "preempt:r0@computed=31/preempt-all@computed=16/abort:r1@out=2"
+    )
     with pytest.raises(PlanError, match="lies before the first token when a block holds 1"):
         PreemptionPlan.parse("preempt:r0@block=1-1").resolve(1)
 
@@ -235,7 +237,7 @@ def test_a_plan_says_what_it_needs_of_a_session(text: str, needed: set[str]) -> 
         (lambda: OutputTokens(0), "OutputTokens(count=0)"),
         (lambda: BlockBoundary(0), "BlockBoundary(block=0)"),
         (lambda: Squeeze(0, 1, 2), "Squeeze(blocks=0)"),
-        (lambda: Preempt("r0", Step(1), "drop"), "mode 'drop' is unknown"),
+        (lambda: Preempt("r0", Step(1), "drop"), "mode 'drop' is unknown"),  # type: ignore[arg-type]
         (lambda: Preempt("", Step(1)), "cannot name request ''"),
         (lambda: RandomPreempt(0.0, 1, 0), "is not in (0, 1]"),
         (lambda: Every(0), "Every(steps=0)"),

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from preempt_harness.adapters.embedded import EmbeddedAdapter, EmbeddedSession
 from preempt_harness.adapters.protocol import EngineSettings
-from preempt_harness.plan import PreemptCommand, PreemptionPlan, PlanRunner, RequestView, RequestViews
+from preempt_harness.plan import (
+    PlanRunner,
+    PreemptCommand,
+    PreemptionPlan,
+    RequestView,
+    RequestViews,
+)
 from preempt_harness.record import (
     Aborted,
     Arrived,
@@ -19,11 +25,14 @@ from preempt_harness.record import (
     TokensDelivered,
 )
 from preempt_harness.strategies import workloads
+from preempt_harness.workload import Workload
 
 
 def assert_views_are_the_engines(views: RequestViews, session: EmbeddedSession) -> None:
     requests = session.llm.scheduler.requests
-    assert {name for name, view in views.views.items() if view.status != "finished"} == set(requests)
+    assert {name for name, view in views.views.items() if view.status != "finished"} == set(
+        requests
+    )
     for name, request in requests.items():
         view = views.views[name]
         assert view.status == request.status.value
@@ -35,9 +44,9 @@ def assert_views_are_the_engines(views: RequestViews, session: EmbeddedSession) 
             assert view.num_chunks == request.num_chunks
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(workloads(vocab_size=VOCAB_SIZE, block_size=4), st.integers(0, 2**16))
-def test_views_follow_the_engine_through_random_preemption(workload, seed: int) -> None:  # type: ignore[no-untyped-def]
+def test_views_follow_the_engine_through_random_preemption(workload: Workload, seed: int) -> None:
     session = EmbeddedAdapter().open(
         EngineSettings(num_blocks=200, block_size=4, max_num_batched_tokens=7)
     )

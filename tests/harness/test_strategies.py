@@ -6,7 +6,7 @@ import pytest
 from exact_runs import VOCAB_SIZE
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
-from hypothesis.errors import NoSuchExample
+from hypothesis.errors import Unsatisfiable
 
 from preempt_harness.adapters.embedded import EmbeddedAdapter
 from preempt_harness.admission import AdmissionModel
@@ -19,10 +19,10 @@ from preempt_harness.workload import Workload
 
 MODEL = AdmissionModel(block_size=4)
 WORKLOADS = workloads(vocab_size=VOCAB_SIZE, block_size=4)
-SHRINK = settings(max_examples=2000, phases=(Phase.generate, Phase.shrink), database=None)
+SHRINK = settings(max_examples=400, phases=(Phase.generate, Phase.shrink), database=None)
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(trials(EmbeddedAdapter(), vocab_size=VOCAB_SIZE))
 def test_a_drawn_trial_runs_to_its_end_and_accounts_for_every_action(trial: Trial) -> None:
     record = run_trial(trial, EmbeddedAdapter())
@@ -34,7 +34,7 @@ def test_a_drawn_trial_runs_to_its_end_and_accounts_for_every_action(trial: Tria
     )
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(st.data())
 def test_a_drawn_plan_suits_its_workload_and_the_engine(data: st.DataObject) -> None:
     workload = data.draw(WORKLOADS)
@@ -47,7 +47,7 @@ def test_a_drawn_plan_suits_its_workload_and_the_engine(data: st.DataObject) -> 
     assert not data.draw(plans(workload, block_size=4, capabilities=frozenset()))
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(st.data())
 def test_a_drawn_budget_is_feasible_and_preempts_when_asked(data: st.DataObject) -> None:
     workload = data.draw(WORKLOADS)
@@ -95,5 +95,5 @@ def test_a_budget_shrinks_to_one_with_room() -> None:
 def test_a_workload_without_a_preempting_budget_is_rejected() -> None:
     alone = workloads(vocab_size=VOCAB_SIZE, block_size=4, max_requests=1)
     workload = find(alone, lambda _: True, settings=SHRINK)
-    with pytest.raises(NoSuchExample):
+    with pytest.raises(Unsatisfiable):
         find(budgets(workload, MODEL, preempting=True), lambda _: True, settings=SHRINK)

@@ -1,0 +1,100 @@
+"""An engine's rules of admission, growth and preemption, as data an adapter declares. No engine."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import msgspec
+
+from preempt_harness.errors import HarnessError
+from preempt_harness.workload import RequestSpec
+
+AdmissionPolicy = Literal["full_prompt", "chunk", "output_reserved", "greedy"]
+
+
+class AdmissionModelError(HarnessError, ValueError):
+    """An adapter declares an admission model that no engine can have."""
+
+
+class AdmissionModel(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine's rules of admission, growth and preemption.
+
+    Common to all policies: running requests go first, in order of admission; when blocks lack, the
+    request admitted last is preempted and nothing is admitted in that step; a preempted request
+    returns to its place in arrival order; the head of the queue blocks those behind it.
+
+    Attributes:
+        policy: what admission asks of the pool.
+            "full_prompt": blocks for all tokens known, taken at once.
+            "chunk": blocks for the first chunk; later chunks may run out of blocks.
+            "output_reserved": blocks for prompt and longest output, taken at once; such an engine
+            never preempts.
+            "greedy": one free block is enough; a chunk is cut to what the free blocks hold.
+        block_size: tokens per block.
+        max_num_batched_tokens: token budget of a step.
+        max_num_seqs: most requests that run at once.
+        watermark: share of the pool, in [0, 1), that admission leaves free while something runs.
+        reserved_blocks: blocks of the pool that no request can have, such as a null block.
+        lookahead_tokens: tokens beyond those scheduled for which a running request needs slots.
+        max_model_len: most tokens of a request, prompt and output; None is no limit.
+        prefix_caching: full computed blocks are shared, and stay findable when they are freed.
+    """
+
+    policy: AdmissionPolicy = "full_prompt"
+    block_size: int
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    watermark: float = 0.0
+    reserved_blocks: int = 0
+    lookahead_tokens: int = 0
+    max_model_len: int | None = None
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.policy in get_args(AdmissionPolicy), "policy", get_args(AdmissionPolicy)),
+            (self.block_size >= 1, "block_size", "1 or more"),
+            (self.max_num_batched_tokens >= 1, "max_num_batched_tokens", "1 or more"),
+            (self.max_num_seqs >= 1, "max_num_seqs", "1 or more"),
+            (0 <= self.watermark < 1, "watermark", "a share in [0, 1)"),
+            (self.reserved_blocks >= 0, "reserved_blocks", "0 or more"),
+            (self.lookahead_tokens >= 0, "lookahead_tokens", "0 or more"),
+            (self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "2 or more"),
+        )
+        for valid, name, expected in checks:
+            if not valid:
+                raise AdmissionModelError(
+                    f"AdmissionModel({name}={getattr(self, name)!r}) is out of range.",
+                    f"{name} must be {expected}.",
+                )
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold the KV of so many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def usable_blocks(self, num_blocks: int) -> int:
+        """Blocks of the pool that requests can have."""
+        return num_blocks - self.reserved_blocks
+
+    def watermark_blocks(self, num_blocks: int) -> int:
+        """Blocks that admission leaves free while something runs."""
+        return math.floor(self.watermark * num_blocks)
+
+    def with_lookahead(self, num_tokens: int) -> int:
+        """Tokens for which a running request needs slots, to compute up to `num_tokens`."""
+        total = num_tokens + self.lookahead_tokens
+        return total if self.max_model_len is None else min(total, self.max_model_len)
+
+    def output_limit(self, request: RequestSpec) -> int:
+        """Most output tokens the request can have in a pool without end; 0 if it cannot run."""
+        limit = request.sampling.max_tokens
+        if self.max_model_len is None:
+            return limit
+        return max(0, min(limit, self.max_model_len - request.num_prompt_tokens))
+
+
+def may_stop_early(request: RequestSpec) -> bool:
+    """Whether something other than a length can end the request."""
+    sampling = request.sampling
+    return not sampling.ignore_eos or bool(sampling.stop) or bool(sampling.stop_token_ids)

@@ -1,0 +1,392 @@
+"""Plays a workload through an admission model, step by step. No engine, no token values.
+
+It predicts *when* requests run, grow and are preempted, never what they say. Token ids matter to
+prefix hits only; an output token that nobody measured stands for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from preempt_harness._admission_model import AdmissionModel, may_stop_early
+from preempt_harness._admission_pool import SimulatedPool
+from preempt_harness.workload import RequestSpec, Workload
+
+
+class PredictedPreemption(msgspec.Struct, frozen=True):
+    """One preemption of a simulation: when, whom, and how far it had come."""
+
+    step: int
+    request: str
+    num_computed_tokens: int
+    num_output_tokens: int
+
+
+class Simulation(msgspec.Struct, frozen=True, kw_only=True):
+    """What the admission model predicts.
+
+    Attributes:
+        num_blocks: of the pool, reserved blocks included.
+        preemptions: in order.
+        steps: number of the first step with nothing left to do.
+        finished: request -> its output tokens.
+        truncated: requests that the size of the pool ended early.
+        infeasible: requests that can never run or, alone in the pool, outgrow it.
+        aborted: requests ended by an operation of the workload.
+        peak_blocks: most blocks in use when a step is computed.
+        num_scheduled_tokens: tokens computed, recomputation included.
+        num_recomputed_tokens: of those, positions that had been computed before.
+        uncertain: requests that may stop before their assumed length.
+    """
+
+    num_blocks: int
+    preemptions: tuple[PredictedPreemption, ...]
+    steps: int
+    finished: dict[str, int]
+    truncated: tuple[str, ...]
+    infeasible: tuple[str, ...]
+    aborted: tuple[str, ...]
+    peak_blocks: int
+    num_scheduled_tokens: int
+    num_recomputed_tokens: int
+    uncertain: tuple[str, ...]
+
+    @property
+    def num_preemptions(self) -> int:
+        return len(self.preemptions)
+
+    @property
+    def preempted(self) -> frozenset[str]:
+        """Requests that were preempted at least once."""
+        return frozenset(event.request for event in self.preemptions)
+
+    @property
+    def recompute_ratio(self) -> float:
+        """Recomputed tokens per token computed for the first time."""
+        return self.num_recomputed_tokens / max(
+            1, self.num_scheduled_tokens - self.num_recomputed_tokens
+        )
+
+
+def simulate(
+    workload: Workload,
+    model: AdmissionModel,
+    num_blocks: int,
+    *,
+    output_lengths: Mapping[str, int] | None = None,
+    output_token_ids: Mapping[str, Sequence[int]] | None = None,
+) -> Simulation:
+    """Play the workload through the admission model.
+
+    In each step arrivals come first, then the workload's operations, then the schedule. Every
+    running request whose known tokens are all computed gains one token.
+
+    Args:
+        workload: requests and operations.
+        model: the engine's rules.
+        num_blocks: size of the pool, reserved blocks included.
+        output_lengths: request -> output tokens, at least 1, that it gives when nothing cuts it
+            short: of requests that finished in a baseline. Others run to their limit, and are
+            reported as uncertain if they may stop earlier.
+        output_token_ids: request -> ids of such an output. They give the length too, and sharpen
+            prefix hits between requests that continue each other's text.
+    """
+    measured = {name: len(ids) for name, ids in (output_token_ids or {}).items()}
+    lengths = {**(output_lengths or {}), **measured}
+    run = _Run(workload, model, num_blocks, lengths, output_token_ids or {})
+    return run.play()
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One request on its way. `tokens` holds prompt ids, then output ids or stand-ins for them."""
+
+    spec: RequestSpec
+    arrival: int
+    tokens: list[Hashable]
+    num_outputs_wanted: int
+    truncated: bool
+    outputs: Sequence[int]
+    stand_in: Hashable
+    num_computed: int = 0
+    high_water: int = 0
+    table: list[int] = field(default_factory=list)
+    num_findable: int = 0
+    contents: list[Hashable] = field(default_factory=list)
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - self.spec.num_prompt_tokens
+
+    def append_output(self) -> None:
+        index = self.num_outputs
+        token = self.outputs[index] if index < len(self.outputs) else (self.stand_in, index)
+        self.tokens.append(token)
+
+
+class _Run:
+    """State of one simulation."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        model: AdmissionModel,
+        num_blocks: int,
+        lengths: Mapping[str, int],
+        outputs: Mapping[str, Sequence[int]],
+    ) -> None:
+        self.workload = workload
+        self.model = model
+        self.num_blocks = num_blocks
+        self.lengths = lengths
+        self.outputs = outputs
+        self.pool = SimulatedPool(max(0, model.usable_blocks(num_blocks)))
+        self.spare_blocks = model.watermark_blocks(num_blocks)
+        self.content_ids: dict[Hashable, int] = {}
+        self.waiting: list[_Request] = []
+        self.running: list[_Request] = []
+        self.step = 0
+        self.preemptions: list[PredictedPreemption] = []
+        self.finished: dict[str, int] = {}
+        self.truncated: list[str] = []
+        self.infeasible: list[str] = []
+        self.aborted: list[str] = []
+        self.peak_blocks = 0
+        self.num_scheduled = 0
+        self.num_recomputed = 0
+
+    def play(self) -> Simulation:
+        """All steps until nothing is left."""
+        arrivals = sorted(
+            enumerate(self.workload.requests), key=lambda item: (item[1].arrival_step, item[0])
+        )
+        arrivals.reverse()
+        while arrivals or self.waiting or self.running:
+            if not self.waiting and not self.running:
+                self.step = max(self.step, arrivals[-1][1].arrival_step)
+            while arrivals and arrivals[-1][1].arrival_step <= self.step:
+                self._arrive(len(self.workload.requests) - len(arrivals), arrivals.pop()[1])
+            self._operate()
+            scheduled = self._schedule()
+            self.peak_blocks = max(self.peak_blocks, self.pool.num_used_blocks)
+            self._update(scheduled)
+            self.step += 1
+        return self._result()
+
+    def _arrive(self, arrival: int, spec: RequestSpec) -> None:
+        model = self.model
+        limit = model.output_limit(spec)
+        prompt = spec.num_prompt_tokens
+        if limit == 0 or model.blocks_for(prompt) > self.pool.num_blocks:
+            self.infeasible.append(spec.id)
+            return
+        wanted = max(1, min(limit, self.lengths.get(spec.id, limit)))
+        in_pool = self.pool.num_blocks * model.block_size + 1 - prompt
+        self.waiting.append(
+            _Request(
+                spec=spec,
+                arrival=arrival,
+                tokens=list(spec.prompt_token_ids),
+                num_outputs_wanted=min(wanted, in_pool),
+                truncated=wanted > in_pool,
+                outputs=self.outputs.get(spec.id, ()),
+                stand_in=_stand_in(spec),
+            )
+        )
+
+    def _operate(self) -> None:
+        for operation in self.workload.operations:
+            if operation.step != self.step:
+                continue
+            if operation.kind == "reset_prefix_cache":
+                self.pool.reset_prefix_cache()
+            elif operation.kind == "abort":
+                self._abort(operation.request)
+
+    def _abort(self, name: str) -> None:
+        for queue in (self.waiting, self.running):
+            for request in queue:
+                if request.spec.id == name:
+                    queue.remove(request)
+                    self.pool.release(request.table)
+                    self.aborted.append(name)
+                    return
+
+    # One step -----------------------------------------------------------------------------------
+
+    def _schedule(self) -> list[tuple[_Request, int]]:
+        """The step's work: requests and the position each is computed up to."""
+        scheduled: list[tuple[_Request, int]] = []
+        num_before = len(self.preemptions)
+        budget = self.model.max_num_batched_tokens
+        index = 0
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            end = self._grow(request, budget)
+            if end is None:
+                break
+            scheduled.append((request, end))
+            budget -= end - request.num_computed
+            index += 1
+        if len(self.preemptions) > num_before:
+            return scheduled
+        while self.waiting and budget > 0 and len(self.running) < self.model.max_num_seqs:
+            request = self.waiting[0]
+            end = self._admit(request, budget)
+            if end is None:
+                break
+            self.running.append(self.waiting.pop(0))
+            scheduled.append((request, end))
+            budget -= end - request.num_computed
+        return scheduled
+
+    def _grow(self, request: _Request, budget: int) -> int | None:
+        """Extend a running request's table, preempting as needed; None if it became the victim."""
+        model = self.model
+        while True:
+            end = min(len(request.tokens), request.num_computed + budget)
+            if model.policy == "greedy":
+                end = self._cut_to_fit(request, end)
+            lacking = model.blocks_for(model.with_lookahead(end)) - len(request.table)
+            if lacking <= self.pool.num_available_blocks:
+                request.table += self.pool.take(lacking)
+                return end
+            victim = self.running.pop()
+            alone = not self.running
+            self._preempt(victim)
+            if victim is request:
+                if alone:  # nothing will ever give it more room than it had
+                    self.waiting.remove(victim)
+                    self.infeasible.append(victim.spec.id)
+                return None
+
+    def _cut_to_fit(self, request: _Request, end: int) -> int:
+        """The furthest position up to `end` that the free blocks hold, at least one token on."""
+        model = self.model
+        room = (len(request.table) + self.pool.num_available_blocks) * model.block_size
+        return max(request.num_computed + 1, min(end, room - model.lookahead_tokens))
+
+    def _preempt(self, victim: _Request) -> None:
+        self.preemptions.append(
+            PredictedPreemption(self.step, victim.spec.id, victim.num_computed, victim.num_outputs)
+        )
+        self.pool.release(victim.table)
+        victim.table = []
+        victim.num_findable = 0
+        victim.num_computed = 0
+        position = sum(other.arrival < victim.arrival for other in self.waiting)
+        self.waiting.insert(position, victim)
+
+    def _admit(self, request: _Request, budget: int) -> int | None:
+        """Give the head of the queue its blocks; None if it does not fit."""
+        model, pool = self.model, self.pool
+        hits = self._find_prefix(request)
+        start = len(hits) * model.block_size
+        end = min(len(request.tokens), start + budget)
+        spare = self.spare_blocks if self.running else 0
+        room = pool.num_available_blocks - pool.num_revived(hits) - spare
+        if model.policy == "greedy":
+            end = min(end, start + room * model.block_size)
+            if end <= start:
+                return None
+        num_reserved = {
+            "full_prompt": len(request.tokens),
+            "chunk": end,
+            "greedy": end,
+            "output_reserved": model.with_lookahead(
+                request.spec.num_prompt_tokens + request.num_outputs_wanted - 1
+            ),
+        }[model.policy]
+        needed = model.blocks_for(num_reserved) - len(hits)
+        if needed > room:
+            return None
+        pool.share(hits)
+        request.table = hits + pool.take(needed)
+        request.num_findable = len(hits)
+        request.num_computed = start
+        return end
+
+    def _update(self, scheduled: list[tuple[_Request, int]]) -> None:
+        for request, end in scheduled:
+            start = request.num_computed
+            self.num_scheduled += end - start
+            self.num_recomputed += max(0, min(end, request.high_water) - start)
+            request.num_computed = end
+            request.high_water = max(request.high_water, end)
+            self._make_findable(request)
+            if end == len(request.tokens):
+                request.append_output()
+                if request.num_outputs == request.num_outputs_wanted:
+                    self._finish(request)
+
+    def _finish(self, request: _Request) -> None:
+        self.running.remove(request)
+        self.pool.release(request.table)
+        self.finished[request.spec.id] = request.num_outputs
+        if request.truncated:
+            self.truncated.append(request.spec.id)
+
+    # Prefix cache -------------------------------------------------------------------------------
+
+    def _content(self, request: _Request, index: int) -> Hashable:
+        """Names the content of a full block and of all blocks before it."""
+        size = self.model.block_size
+        while len(request.contents) <= index:
+            first = len(request.contents) * size
+            parent = request.contents[-1] if request.contents else None
+            link = (parent, tuple(request.tokens[first : first + size]))
+            request.contents.append(self.content_ids.setdefault(link, len(self.content_ids)))
+        return request.contents[index]
+
+    def _find_prefix(self, request: _Request) -> list[int]:
+        """Blocks found for the request's first tokens, never for all of them."""
+        hits: list[int] = []
+        if not self.model.prefix_caching:
+            return hits
+        for index in range((len(request.tokens) - 1) // self.model.block_size):
+            block = self.pool.find(self._content(request, index))
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def _make_findable(self, request: _Request) -> None:
+        if not self.model.prefix_caching:
+            return
+        num_full = request.num_computed // self.model.block_size
+        for index in range(request.num_findable, num_full):
+            self.pool.make_findable(request.table[index], self._content(request, index))
+        request.num_findable = max(request.num_findable, num_full)
+
+    def _result(self) -> Simulation:
+        uncertain = (
+            spec.id
+            for spec in self.workload.requests
+            if may_stop_early(spec) and spec.id not in self.lengths
+        )
+        return Simulation(
+            num_blocks=self.num_blocks,
+            preemptions=tuple(self.preemptions),
+            steps=self.step,
+            finished=self.finished,
+            truncated=tuple(self.truncated),
+            infeasible=tuple(self.infeasible),
+            aborted=tuple(self.aborted),
+            peak_blocks=self.peak_blocks,
+            num_scheduled_tokens=self.num_scheduled,
+            num_recomputed_tokens=self.num_recomputed,
+            uncertain=tuple(uncertain),
+        )
+
+
+def _stand_in(spec: RequestSpec) -> Hashable:
+    """Names the text that a request will produce: equal where equal outputs are certain."""
+    sampling = spec.sampling
+    if sampling.temperature > 0 and sampling.seed is None:
+        return spec.id
+    noise = None if sampling.temperature == 0 else sampling.seed
+    same = msgspec.structs.replace(sampling, max_tokens=0, logprobs=None, seed=noise)
+    return (tuple(spec.prompt_token_ids), same)

@@ -1,0 +1,311 @@
+"""Accounting: every code is found when planted, and a clean run has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from fake_engine import run_fake
+from fake_trials import make_workload, trials
+from hypothesis import given, settings
+
+from preempt_harness.checks import Code, Finding, run_checks
+from preempt_harness.record import (
+    BlocksFreed,
+    Computed,
+    Counters,
+    Event,
+    PoolCounts,
+    PoolState,
+    Preempted,
+    Resumed,
+    Scheduled,
+    TrialRecord,
+    WorkerCopied,
+)
+
+replace = msgspec.structs.replace
+
+
+def accounting(record: TrialRecord) -> list[Finding]:
+    return list(run_checks(record, ["accounting"]).findings)
+
+
+def codes(record: TrialRecord) -> set[Code]:
+    return {finding.code for finding in accounting(record)}
+
+
+def make_record(faults: tuple[str, ...] = (), **config: object) -> TrialRecord:
+    """Three requests that preempt each other naturally."""
+    workload = make_workload([6, 9, 7], max_tokens=12)
+    options = {"num_blocks": 8, **config}
+    return run_fake(workload, faults=frozenset(faults), **options)
+
+
+@pytest.fixture
+def record() -> TrialRecord:
+    made = make_record()
+    assert any(isinstance(event, Preempted) for event in made.events)
+    assert accounting(made) == []
+    return made
+
+
+def change(record: TrialRecord, kind: type[Event], which: int, **changes: object) -> Event:
+    """Change the event of this type with this index among its type; returns the new one."""
+    places = [index for index, event in enumerate(record.events) if isinstance(event, kind)]
+    place = places[which]
+    record.events[place] = replace(record.events[place], **changes)
+    return record.events[place]
+
+
+def place_of(record: TrialRecord, kind: type[Event]) -> int:
+    return next(index for index, event in enumerate(record.events) if isinstance(event, kind))
+
+
+@settings(max_examples=40, deadline=None)
+@given(trials())
+def test_clean_trials_have_no_finding_in_any_check(record: TrialRecord) -> None:
+    report = run_checks(record)
+    assert [str(finding) for finding in report.findings] == []
+    assert report.not_observable == {}
+
+
+# The pool -----------------------------------------------------------------------------------------
+
+
+def test_sizes_that_do_not_add_up_are_found_in_their_step(record: TrialRecord) -> None:
+    event = change(record, PoolCounts, 3, free=99)
+    finding = accounting(record)[0]
+    assert (finding.code, finding.step) == (Code.ACC_POOL_TOTAL, event.step)
+    assert "free 99" in finding.message
+
+
+def test_cached_block_counted_as_used_is_found(record: TrialRecord) -> None:
+    counts = next(event for event in record.events if isinstance(event, PoolCounts))
+    change(record, PoolCounts, 0, used=counts.used + 1, free=counts.free - 1)
+    assert codes(record) == {Code.ACC_POOL_USED}
+
+
+@pytest.mark.parametrize(
+    ("free", "words"),
+    [
+        (lambda free: [*free, free[0]], "free and free"),
+        (lambda free: free[1:], "is lost"),
+        (lambda free: [*free, 8], "the pool has blocks 0 to 7"),
+    ],
+)
+def test_raw_lists_hold_every_block_once(
+    record: TrialRecord, free: Callable[[list[int]], list[int]], words: str
+) -> None:
+    before = next(event for event in record.events if isinstance(event, PoolState))
+    change(record, PoolState, 0, free=free(before.free))
+    found = accounting(record)
+    assert [finding.code for finding in found] == [Code.ACC_POOL_LISTS]
+    assert words in found[0].message
+
+
+def test_reference_count_other_than_the_tables_is_found(record: TrialRecord) -> None:
+    state = next(event for event in record.events if isinstance(event, PoolState))
+    block = next(iter(state.ref_counts))
+    change(record, PoolState, 0, ref_counts={**state.ref_counts, block: 2})
+    found = accounting(record)
+    assert [(finding.code, finding.block) for finding in found] == [(Code.ACC_REF_COUNT, block)]
+
+
+def test_table_other_than_announced_is_found(record: TrialRecord) -> None:
+    state = next(event for event in record.events if isinstance(event, PoolState))
+    tables = {**state.tables, "r0.0": state.tables["r0.0"][::-1]}
+    change(record, PoolState, 0, tables=tables)
+    found = accounting(record)
+    assert [(finding.code, finding.sequence) for finding in found] == [(Code.ACC_TABLE, "r0.0")]
+
+
+@pytest.mark.parametrize(
+    ("queues", "words"),
+    [
+        ({"waiting": ["r0"], "running": ["r0", "r1", "r2"]}, "2 times"),
+        ({"waiting": [], "running": ["r0", "r1"]}, "neither waiting nor running"),
+        ({"waiting": ["r9"], "running": ["r0", "r1", "r2"]}, "never arrived"),
+    ],
+)
+def test_live_request_stands_in_one_queue(
+    record: TrialRecord, queues: dict[str, list[str]], words: str
+) -> None:
+    change(record, PoolState, 0, **queues)
+    found = accounting(record)
+    assert [finding.code for finding in found] == [Code.ACC_QUEUE]
+    assert words in found[0].message
+
+
+def test_blocks_left_at_the_end_are_a_leak() -> None:
+    record = make_record(faults=("leak",), num_blocks=20)
+    assert Code.ACC_LEAK in codes(record)
+
+
+def test_double_free_makes_tables_and_pool_disagree(record: TrialRecord) -> None:
+    place = place_of(record, BlocksFreed)
+    event = record.events[place]
+    assert isinstance(event, BlocksFreed)
+    other = next(
+        earlier
+        for earlier in record.events[:place]
+        if isinstance(earlier, Scheduled) and earlier.seq != event.seq
+    )
+    record.events.insert(place + 1, BlocksFreed(event.step, other.seq, event.blocks))
+    assert accounting(record) == []  # what a sequence does not hold it cannot give up
+    del record.events[place]
+    assert {Code.ACC_POOL_USED, Code.ACC_TABLE} <= codes(record)
+
+
+# Counters -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "num_preemptions",
+        "num_recomputed_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_generated_tokens",
+        "num_finished_requests",
+        "num_steps",
+    ],
+)
+def test_counter_off_by_one_is_found(record: TrialRecord, name: str) -> None:
+    last = [event for event in record.events if isinstance(event, Counters)][-1]
+    change(record, Counters, -1, values={**last.values, name: last.values[name] + 1})
+    found = accounting(record)
+    assert [(finding.code, finding.step) for finding in found] == [(Code.ACC_COUNTER, last.step)]
+    assert name in found[0].message
+
+
+def test_recompute_counted_as_a_prefix_hit_is_found() -> None:
+    found = accounting(make_record(faults=("recompute_is_hit",)))
+    assert [finding.code for finding in found] == [Code.ACC_COUNTER]
+    assert "num_cached_tokens" in found[0].message
+
+
+@pytest.mark.parametrize("name", ["num_preemptions", "num_cached_tokens"])
+def test_results_own_figures_are_compared(record: TrialRecord, name: str) -> None:
+    record.results["r1"] = replace(record.results["r1"], **{name: 77})
+    found = accounting(record)
+    assert [(finding.code, finding.request) for finding in found] == [
+        (Code.ACC_REQUEST_COUNTER, "r1")
+    ]
+    record.results["r1"] = replace(record.results["r1"], **{name: None})
+    assert accounting(record) == []
+
+
+# Scheduler against worker -------------------------------------------------------------------------
+
+
+def test_row_other_than_scheduled_is_found(record: TrialRecord) -> None:
+    row = [event for event in record.events if isinstance(event, Computed)][5]
+    change(record, Computed, 5, token_ids=[*row.token_ids, 1])
+    found = accounting(record)
+    assert found[0].code == Code.ACC_WORKER_VIEW
+    assert (found[0].step, found[0].sequence) == (row.step, row.seq)
+
+
+@pytest.mark.parametrize("kind", [Scheduled, Computed])
+def test_row_that_only_one_side_knows_is_found(record: TrialRecord, kind: type[Event]) -> None:
+    event = record.events.pop(place_of(record, kind))
+    finding = next(found for found in accounting(record) if found.code == Code.ACC_WORKER_VIEW)
+    assert finding.step == event.step
+    assert "nothing" in finding.message
+
+
+def test_worker_table_other_than_the_schedulers_is_found() -> None:
+    record = make_record(faults=("swap_table",))
+    resumed = next(event for event in record.events if isinstance(event, Resumed))
+    found = accounting(record)
+    assert {finding.code for finding in found} == {Code.ACC_WORKER_TABLE}
+    assert (found[0].step, found[0].request) == (resumed.step, resumed.request)
+
+
+def test_copy_that_a_rank_does_not_make_is_found() -> None:
+    record = make_record(move_every=2, num_ranks=2, num_blocks=14)
+    assert accounting(record) == []
+    place = max(
+        index for index, event in enumerate(record.events) if isinstance(event, WorkerCopied)
+    )
+    event = record.events.pop(place)
+    found = accounting(record)
+    assert [(finding.code, finding.step, finding.rank) for finding in found] == [
+        (Code.ACC_WORKER_COPIES, event.step, 1)
+    ]
+
+
+# Preemptions and limits ---------------------------------------------------------------------------
+
+
+def test_victim_that_is_paused_twice_is_found(record: TrialRecord) -> None:
+    place = place_of(record, Preempted)
+    event = record.events[place]
+    record.events.insert(place + 2, event)
+    found = [item for item in accounting(record) if item.code == Code.ACC_PREEMPTED_EMPTY]
+    assert "already" in found[0].message
+
+
+def test_victim_that_keeps_its_blocks_is_found(record: TrialRecord) -> None:
+    preempted = record.events[place_of(record, Preempted)]
+    assert isinstance(preempted, Preempted)
+    place = place_of(record, Preempted) + 1
+    assert isinstance(record.events[place], BlocksFreed)
+    del record.events[place]
+    finding = next(item for item in accounting(record) if item.code == Code.ACC_PREEMPTED_KEEPS)
+    assert (finding.step, finding.request) == (preempted.step, preempted.request)
+
+
+def test_victim_that_is_scheduled_in_its_step_is_found(record: TrialRecord) -> None:
+    place = place_of(record, Preempted)
+    event = record.events[place]
+    assert isinstance(event, Preempted)
+    row = Scheduled(event.step, f"{event.request}.0", event.num_computed_tokens, event.num_tokens)
+    for where in (place, place + 2):
+        planted = msgspec.convert(msgspec.to_builtins(record), TrialRecord)
+        planted.events.insert(where, row)
+        finding = next(
+            item for item in accounting(planted) if item.code == Code.ACC_PREEMPTED_SCHEDULED
+        )
+        assert (finding.step, finding.request) == (event.step, event.request)
+
+
+@pytest.mark.parametrize("name", ["num_computed_tokens", "num_tokens"])
+def test_victims_figures_off_by_one_are_found(record: TrialRecord, name: str) -> None:
+    event = record.events[place_of(record, Preempted)]
+    change(record, Preempted, 0, **{name: getattr(event, name) + 1})
+    assert codes(record) == {Code.ACC_PREEMPTED_COUNT}
+
+
+@pytest.mark.parametrize(
+    ("config", "code"),
+    [
+        ({"max_num_batched_tokens": 15}, Code.ACC_TOKEN_BUDGET),
+        ({"max_num_seqs": 1}, Code.ACC_MAX_SEQS),
+    ],
+)
+def test_step_over_its_limits_is_found(
+    record: TrialRecord, config: dict[str, int], code: Code
+) -> None:
+    record.header = replace(record.header, config=config)
+    assert codes(record) == {code}
+
+
+# What cannot be seen ------------------------------------------------------------------------------
+
+
+def test_parts_without_their_events_say_so(record: TrialRecord) -> None:
+    record.header = replace(record.header, observed=["PoolCounts", "Counters"])
+    report = run_checks(record, ["accounting"])
+    assert report.findings == ()
+    assert set(report.not_observable) == {
+        "accounting/pool state",
+        "accounting/worker view",
+        "accounting/worker tables",
+        "accounting/preemptions",
+        "accounting/limits",
+    }
+    assert report.counted["accounting/pool counts: pool counts judged"] > 0

@@ -1,0 +1,243 @@
+"""Delivery: every code is found when planted, and a clean run has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from fake_engine import run_fake
+from fake_trials import make_workload
+
+from preempt_harness.checks import Code, Finding, run_checks
+from preempt_harness.record import (
+    Aborted,
+    EngineError,
+    Finished,
+    RequestResult,
+    SequenceOutput,
+    TokensDelivered,
+    TrialRecord,
+)
+from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
+
+replace = msgspec.structs.replace
+
+
+def delivery(record: TrialRecord) -> list[Finding]:
+    return list(run_checks(record, ["delivery"]).findings)
+
+
+def codes(record: TrialRecord) -> list[Code]:
+    return [finding.code for finding in delivery(record)]
+
+
+@pytest.fixture
+def record() -> TrialRecord:
+    """Two requests of six output tokens, r0 with log probabilities."""
+    workload = make_workload([6, 9], max_tokens=6)
+    first, second = workload.requests
+    first = replace(first, sampling=SamplingSpec(max_tokens=6, logprobs=0))
+    made = run_fake(Workload(requests=[first, second]), num_blocks=8)
+    assert delivery(made) == []
+    return made
+
+
+def pieces(record: TrialRecord, seq: str) -> list[int]:
+    """Indices of the sequence's deliveries."""
+    return [
+        index
+        for index, event in enumerate(record.events)
+        if isinstance(event, TokensDelivered) and event.seq == seq
+    ]
+
+
+def change_output(record: TrialRecord, request: str, **changes: object) -> None:
+    result = record.results[request]
+    record.results[request] = replace(result, outputs=[replace(result.outputs[0], **changes)])
+
+
+def change_sampling(record: TrialRecord, **changes: object) -> None:
+    """Of r1, in the workload that the record says was run."""
+    record.header.workload["requests"][1]["sampling"].update(changes)
+
+
+# The stream ---------------------------------------------------------------------------------------
+
+
+def test_repeated_piece_is_found_at_its_place(record: TrialRecord) -> None:
+    index = pieces(record, "r1.0")[2]
+    record.events.insert(index, record.events[index])
+    finding = delivery(record)[0]
+    assert finding.code == Code.DEL_TOKEN_REPEATED
+    assert (finding.request, finding.sequence) == ("r1", "r1.0")
+    assert finding.position == 3
+
+
+def test_lost_piece_is_found_at_its_place(record: TrialRecord) -> None:
+    del record.events[pieces(record, "r1.0")[2]]
+    finding = delivery(record)[0]
+    assert (finding.code, finding.position) == (Code.DEL_TOKEN_LOST, 2)
+
+
+def test_two_generations_spliced_are_found(record: TrialRecord) -> None:
+    for index in pieces(record, "r1.0")[3:]:
+        record.events[index] = replace(record.events[index], token_ids=[0])
+    finding = delivery(record)[0]
+    assert (finding.code, finding.position) == (Code.DEL_TOKEN_CHANGED, 3)
+
+
+def test_text_that_does_not_add_up_is_found(record: TrialRecord) -> None:
+    index = pieces(record, "r1.0")[1]
+    record.events[index] = replace(record.events[index], text="?")
+    assert codes(record) == [Code.DEL_TEXT]
+
+
+def test_token_without_log_probability_is_found(record: TrialRecord) -> None:
+    index = pieces(record, "r0.0")[1]
+    record.events[index] = replace(record.events[index], logprobs=[])
+    finding = delivery(record)[0]
+    assert (finding.code, finding.step) == (Code.DEL_LOGPROBS, record.events[index].step)
+
+
+@pytest.mark.parametrize("end", [Finished, Aborted])
+def test_token_after_the_end_is_found(record: TrialRecord, end: type) -> None:
+    last = pieces(record, "r1.0")[-1]
+    step = record.events[last].step
+    event = Finished(step, "r1", "length") if end is Finished else Aborted(step, "r1")
+    record.events.insert(last, event)
+    assert Code.DEL_LATE in codes(record)
+
+
+def test_tokens_of_an_unknown_request_are_found(record: TrialRecord) -> None:
+    record.events.append(TokensDelivered(9, "r7.0", [1]))
+    assert codes(record) == [Code.DEL_UNKNOWN]
+
+
+# Results ------------------------------------------------------------------------------------------
+
+
+def test_missing_result_is_found_unless_the_engine_crashed(record: TrialRecord) -> None:
+    del record.results["r1"]
+    assert codes(record) == [Code.DEL_NO_RESULT]
+    record.events.append(EngineError(9, "signal", "killed"))
+    assert codes(record) == []
+
+
+def test_result_of_an_unknown_request_is_found(record: TrialRecord) -> None:
+    record.results["r7"] = record.results["r1"]
+    assert Code.DEL_UNKNOWN in codes(record)
+
+
+def test_result_with_too_few_log_probabilities_is_found(record: TrialRecord) -> None:
+    output = record.results["r0"].outputs[0]
+    assert output.logprobs is not None
+    change_output(record, "r0", logprobs=output.logprobs[:-1])
+    assert codes(record) == [Code.DEL_LOGPROBS]
+
+
+def test_log_probabilities_without_the_chosen_token_are_found(record: TrialRecord) -> None:
+    output = record.results["r0"].outputs[0]
+    assert output.logprobs is not None
+    change_output(record, "r0", logprobs=[*output.logprobs[:-1], {99: -1.0}])
+    finding = delivery(record)[0]
+    assert (finding.code, finding.position) == (Code.DEL_LOGPROBS, 6 + 5)
+
+
+def test_more_tokens_than_max_tokens_are_found(record: TrialRecord) -> None:
+    change_sampling(record, max_tokens=5)
+    assert codes(record) == [Code.DEL_MAX_TOKENS]
+
+
+def test_stop_before_min_tokens_is_found(record: TrialRecord) -> None:
+    last = record.results["r1"].outputs[0].token_ids[-1]
+    change_sampling(record, min_tokens=7, stop_token_ids=[last], max_tokens=9)
+    change_output(record, "r1", finish_reason="stop")
+    record.baseline = None
+    assert codes(record) == [Code.DEL_MIN_TOKENS]
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (lambda record: change_output(record, "r1", finish_reason="stop"), "none of its stop"),
+        (lambda record: change_output(record, "r1", finish_reason="abort"), "nobody aborted"),
+        (lambda record: change_output(record, "r1", finish_reason="error"), "without an error"),
+        (lambda record: change_output(record, "r1", finish_reason="done"), "is none of"),
+        (lambda record: change_output(record, "r1", finish_reason=None), "without a finish"),
+        (lambda record: change_sampling(record, max_tokens=9), "no limit"),
+    ],
+)
+def test_wrong_finish_reason_is_found(
+    record: TrialRecord, plant: Callable[[TrialRecord], None], words: str
+) -> None:
+    plant(record)
+    record.baseline = None
+    found = delivery(record)
+    assert [finding.code for finding in found] == [Code.DEL_FINISH_REASON]
+    assert words in found[0].message
+
+
+def test_other_stop_reason_than_the_baselines_is_found(record: TrialRecord) -> None:
+    change_sampling(record, stop_token_ids=[record.results["r1"].outputs[0].token_ids[-1]])
+    change_output(record, "r1", finish_reason="stop")
+    found = delivery(record)
+    assert [finding.code for finding in found] == [Code.DEL_FINISH_REASON]
+    assert "unpreempted" in found[0].message
+
+
+def outcome(
+    sampling: SamplingSpec, output: SequenceOutput, *, max_total_tokens: int | None = None
+) -> list[Code]:
+    """Codes for one request that got `output`."""
+    spec = RequestSpec(id="r0", prompt_token_ids=[1, 2], sampling=sampling)
+    made = run_fake(make_workload([2], max_tokens=1))
+    made.header = replace(
+        made.header,
+        workload=Workload(requests=[spec]).to_builtins(),
+        observed=[],
+        max_total_tokens=max_total_tokens,
+    )
+    made.results = {"r0": RequestResult(outputs=[output], finished=True)}
+    made.baseline = None
+    return codes(made)
+
+
+def test_stop_string_is_cut_from_the_text() -> None:
+    sampling = SamplingSpec(stop=("<5>",))
+    cut = SequenceOutput(token_ids=[4, 5], text="<4>", finish_reason="stop", stop_reason="<5>")
+    assert outcome(sampling, cut) == []
+    assert outcome(sampling, replace(cut, text="<4><5>")) == [Code.DEL_FINISH_REASON]
+
+
+def test_end_of_sequence_may_stop_a_request_that_does_not_ignore_it() -> None:
+    output = SequenceOutput(token_ids=[4, 0], finish_reason="stop")
+    assert outcome(SamplingSpec(ignore_eos=False), output) == []
+    assert outcome(SamplingSpec(ignore_eos=True), output) == [Code.DEL_FINISH_REASON]
+
+
+def test_model_or_pool_may_end_a_request_by_length() -> None:
+    output = SequenceOutput(token_ids=[4] * 6, finish_reason="length")
+    assert outcome(SamplingSpec(max_tokens=9), output, max_total_tokens=8) == []
+    assert outcome(SamplingSpec(max_tokens=9), output, max_total_tokens=9) == [
+        Code.DEL_FINISH_REASON
+    ]
+
+
+def test_aborted_request_may_have_any_prefix_and_no_result() -> None:
+    workload = make_workload([6, 9], max_tokens=6)
+    aborted = Workload(
+        requests=workload.requests, operations=[Operation(kind="abort", step=3, request="r1")]
+    )
+    record = run_fake(aborted, num_blocks=8)
+    assert any(isinstance(event, Aborted) for event in record.events)
+    assert codes(record) == []
+    del record.results["r1"]
+    assert codes(record) == []
+
+
+def test_black_box_engine_is_judged_by_its_results_only(record: TrialRecord) -> None:
+    record.header = replace(record.header, observed=[])
+    report = run_checks(record, ["delivery"])
+    assert report.not_observable == {"delivery/stream": "fake does not show TokensDelivered"}
+    assert report.of("delivery")[1].counted == {"results judged": 2}

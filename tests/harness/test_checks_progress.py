@@ -1,0 +1,177 @@
+"""Progress: livelock, bounds, order and ends."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from fake_engine import run_fake
+from fake_trials import make_workload
+
+from preempt_harness.checks import Code, Finding, run_checks
+from preempt_harness.checks.progress import step_bounds, why_infeasible
+from preempt_harness.record import (
+    EngineError,
+    PlanApplied,
+    PoolCounts,
+    RequestResult,
+    Resumed,
+    SequenceOutput,
+    TrialRecord,
+)
+from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
+
+replace = msgspec.structs.replace
+
+
+def progress(record: TrialRecord) -> list[Finding]:
+    return list(run_checks(record, ["progress"]).findings)
+
+
+def codes(record: TrialRecord) -> list[Code]:
+    return [finding.code for finding in progress(record)]
+
+
+def livelocked() -> TrialRecord:
+    """r1 and r2 are preempted in step 3 and never admitted again."""
+    return run_fake(
+        make_workload([6, 9, 7], max_tokens=12),
+        num_blocks=20,
+        forced={3: ("r1", "r2")},
+        faults=frozenset({"never_resume"}),
+        max_steps=120,
+    )
+
+
+def test_livelock_is_found_k_steps_after_the_last_progress() -> None:
+    record = livelocked()
+    found = progress(record)
+    assert [finding.code for finding in found] == [
+        Code.PROG_STEP_BOUND,
+        Code.PROG_LIVELOCK,
+        Code.PROG_UNFINISHED,
+        Code.PROG_UNFINISHED,
+    ]
+    bounds = step_bounds(record)
+    last_end = max(event.step for event in record.events if type(event).__name__ == "Finished")
+    assert found[1].step == last_end + 1 + bounds.stall
+    assert "r1, r2" in found[1].message
+    assert bounds.formula in found[0].message
+
+
+def test_standing_still_while_blocks_are_held_is_exempt() -> None:
+    record = livelocked()
+    record.events = [
+        replace(event, held=1) if isinstance(event, PoolCounts) else event
+        for event in record.events
+    ]
+    assert set(codes(record)) == {Code.PROG_UNFINISHED}
+
+
+def test_squeeze_without_pool_counts_is_not_observable() -> None:
+    record = livelocked()
+    observed = [name for name in record.header.observed if name != "PoolCounts"]
+    record.header = replace(record.header, plan="squeeze:all@3..9", observed=observed)
+    report = run_checks(record, ["progress"])
+    assert "for how long" in report.not_observable["progress/steps"]
+
+
+def test_idle_steps_before_a_late_arrival_are_no_livelock() -> None:
+    record = run_fake(make_workload([6, 6], max_tokens=3, arrivals=(0, 90)))
+    assert codes(record) == []
+
+
+def preempt_all(*faults: str) -> TrialRecord:
+    record = run_fake(
+        make_workload([6, 9, 7], max_tokens=8),
+        num_blocks=20,
+        forced={3: ("r0", "r1", "r2")},
+        faults=frozenset(faults),
+    )
+    place = next(index for index, event in enumerate(record.events) if event.step == 3)
+    record.events.insert(place, PlanApplied(3, "preempt-all@step=3"))
+    return record
+
+
+def test_re_admission_in_arrival_order_is_clean() -> None:
+    record = preempt_all()
+    assert sum(isinstance(event, Resumed) for event in record.events) == 3
+    assert codes(record) == []
+
+
+def test_re_admission_out_of_order_is_found() -> None:
+    record = preempt_all("reverse_order")
+    found = progress(record)
+    assert [finding.code for finding in found] == [Code.PROG_ORDER, Code.PROG_ORDER]
+    assert {finding.request for finding in found} == {"r0", "r1"}
+
+
+def test_order_among_other_priorities_is_free() -> None:
+    record = preempt_all("reverse_order")
+    record.events = [
+        replace(event, priority=index) if type(event).__name__ == "Arrived" else event
+        for index, event in enumerate(record.events)
+    ]
+    assert codes(record) == []
+
+
+# Ends ---------------------------------------------------------------------------------------------
+
+
+def ends(results: dict[str, RequestResult], prompts: list[int]) -> list[tuple[Code, str | None]]:
+    """Findings about how requests ended, in a pool of 8 blocks of 4 tokens."""
+    record = run_fake(make_workload([1]), num_blocks=8)
+    requests = [
+        RequestSpec(
+            id=f"r{index}", prompt_token_ids=[1] * length, sampling=SamplingSpec(max_tokens=4)
+        )
+        for index, length in enumerate(prompts)
+    ]
+    record.header = replace(
+        record.header, workload=Workload(requests=requests).to_builtins(), observed=[]
+    )
+    record.events = []
+    record.results = results
+    found = run_checks(record, ["progress"]).findings
+    return [(finding.code, finding.request) for finding in found]
+
+
+DONE = RequestResult(
+    outputs=[SequenceOutput(token_ids=[1] * 4, finish_reason="length")], finished=True
+)
+FAILED = RequestResult(
+    outputs=[SequenceOutput(token_ids=[], finish_reason="error")], finished=True, error="too large"
+)
+CUT = RequestResult(outputs=[SequenceOutput(token_ids=[1])], finished=False)
+
+
+def test_infeasible_request_ends_with_an_error_and_alone() -> None:
+    assert ends({"r0": DONE, "r1": FAILED}, [8, 40]) == []
+
+
+def test_infeasible_request_without_an_error_is_found() -> None:
+    assert ends({"r0": DONE, "r1": CUT}, [8, 40]) == [(Code.PROG_INFEASIBLE, "r1")]
+    assert ends({"r0": DONE}, [8, 40]) == [(Code.PROG_INFEASIBLE, "r1")]
+
+
+def test_neighbour_that_fails_with_it_is_found() -> None:
+    assert ends({"r0": FAILED, "r1": FAILED}, [8, 40]) == [(Code.PROG_UNDUE_ERROR, "r0")]
+
+
+def test_request_that_outgrows_the_pool_may_end_either_way() -> None:
+    assert ends({"r0": FAILED, "r1": DONE}, [31, 31]) == []
+
+
+def test_unfinished_request_is_found_unless_the_engine_crashed() -> None:
+    assert ends({"r0": DONE, "r1": CUT}, [8, 8]) == [(Code.PROG_UNFINISHED, "r1")]
+    record = livelocked()
+    record.events.append(EngineError(120, "hang", "no step for 10 s"))
+    assert Code.PROG_UNFINISHED not in codes(record)
+
+
+@pytest.mark.parametrize(("length", "feasible"), [(32, True), (33, False)])
+def test_a_prompt_is_infeasible_exactly_when_it_exceeds_the_pool(
+    length: int, feasible: bool
+) -> None:
+    header = run_fake(make_workload([1]), num_blocks=8).header
+    spec = RequestSpec(id="r0", prompt_token_ids=[1] * length)
+    assert (why_infeasible(header, spec) is None) == feasible

@@ -1,0 +1,142 @@
+"""Work: tokens computed twice, needless preemptions, bytes to workers."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from fake_engine import run_fake
+from fake_trials import make_workload
+
+from preempt_harness.checks import CheckOptions, Code, Finding, run_checks
+from preempt_harness.record import (
+    BlocksAllocated,
+    BlocksFreed,
+    Event,
+    Preempted,
+    Scheduled,
+    StepSent,
+    TrialRecord,
+)
+
+replace = msgspec.structs.replace
+
+
+def work(record: TrialRecord, expected: int | None = None) -> list[Finding]:
+    options = CheckOptions(expected_preemptions=expected)
+    return list(run_checks(record, ["work"], options).findings)
+
+
+@pytest.fixture
+def record() -> TrialRecord:
+    made = run_fake(make_workload([6, 9, 7], max_tokens=12), num_blocks=8)
+    assert any(isinstance(event, Preempted) for event in made.events)
+    assert work(made) == []
+    return made
+
+
+def place_of(record: TrialRecord, kind: type[Event]) -> int:
+    return next(index for index, event in enumerate(record.events) if isinstance(event, kind))
+
+
+# Recompute and preemptions ------------------------------------------------------------------------
+
+
+def test_figures_are_reported(record: TrialRecord) -> None:
+    counted = run_checks(record, ["work"]).counted
+    assert counted["work/recompute: num_generated_tokens"] == 36
+    assert counted["work/preemptions: natural preemptions"] >= 1
+
+
+def test_tokens_computed_again_without_a_loss_are_found(record: TrialRecord) -> None:
+    last = max(
+        index
+        for index, event in enumerate(record.events)
+        if isinstance(event, Scheduled) and event.seq == "r0.0"
+    )
+    event = record.events[last]
+    assert isinstance(event, Scheduled)
+    record.events[last] = replace(event, start=0)
+    found = work(record)
+    assert Code.WORK_RECOMPUTE in {finding.code for finding in found}
+    assert found[0].request == "r0"
+
+
+def test_more_preemptions_than_the_clean_engine_are_found(record: TrialRecord) -> None:
+    clean = sum(isinstance(event, Preempted) for event in record.events)
+    assert work(record, expected=clean) == []
+    (finding,) = work(record, expected=clean - 1)
+    assert finding.code == Code.WORK_PREEMPTIONS
+
+
+def test_thrash_beyond_the_formula_is_found(record: TrialRecord) -> None:
+    place = place_of(record, Preempted)
+    event = record.events[place]
+    assert isinstance(event, Preempted)
+    record.events[place:place] = [event] * 40
+    found = [finding for finding in work(record) if finding.code == Code.WORK_PREEMPTIONS]
+    assert [finding.request for finding in found] == [event.request]
+    assert "blocks of the others" in found[0].message
+
+
+# Victims ------------------------------------------------------------------------------------------
+
+
+def eviction(*, newcomer_gets_blocks: bool, num_tokens: int) -> TrialRecord:
+    """r0 holds two blocks of four and is evicted for want of blocks."""
+    record = run_fake(make_workload([6, 30], max_tokens=12), num_blocks=20)
+    record.events = [
+        BlocksAllocated(0, "r0.0", [0, 1]),
+        Preempted(1, "r0", "recompute", "decode", "out_of_blocks", num_tokens - 1, num_tokens),
+        BlocksFreed(1, "r0.0", [0, 1]),
+    ]
+    if newcomer_gets_blocks:
+        record.events.append(BlocksAllocated(1, "r1.0", [0, 1, 2]))
+    return record
+
+
+def test_victim_evicted_in_vain_is_found() -> None:
+    (finding,) = work(eviction(newcomer_gets_blocks=False, num_tokens=7))
+    assert (finding.code, finding.step, finding.request) == (Code.WORK_VAIN, 1, "r0")
+
+
+def test_victim_that_makes_room_or_needs_it_itself_is_no_finding() -> None:
+    assert work(eviction(newcomer_gets_blocks=True, num_tokens=7)) == []
+    assert work(eviction(newcomer_gets_blocks=False, num_tokens=9)) == []
+
+
+# Bytes --------------------------------------------------------------------------------------------
+
+
+def test_ids_sent_on_every_decode_step_are_found() -> None:
+    workload = make_workload([60, 60], max_tokens=30)
+    config = {"num_blocks": 60, "max_num_batched_tokens": 64, "num_ranks": 2}
+    assert work(run_fake(workload, **config)) == []
+    found = work(run_fake(workload, faults=frozenset({"resend_ids"}), **config))
+    assert [(finding.code, finding.rank) for finding in found] == [
+        (Code.WORK_BYTES, 0),
+        (Code.WORK_BYTES, 1),
+    ]
+
+
+def test_slow_growth_that_hides_in_the_bound_is_found() -> None:
+    record = run_fake(make_workload([6], max_tokens=60), num_blocks=20)
+    assert work(record) == []
+    for index, event in enumerate(record.events):
+        if isinstance(event, StepSent):
+            record.events[index] = replace(event, num_bytes=30 + event.step)
+    found = work(record)
+    assert [finding.code for finding in found] == [Code.WORK_BYTES]
+    assert "grows with the context" in found[0].message
+
+
+def test_ids_of_a_prefill_may_be_sent_once() -> None:
+    record = run_fake(make_workload([200], max_tokens=3), num_blocks=60, max_num_batched_tokens=256)
+    assert max(event.num_bytes for event in record.events if isinstance(event, StepSent)) > 400
+    assert work(record) == []
+
+
+def test_engine_that_sends_nothing_is_not_observable(record: TrialRecord) -> None:
+    observed = [name for name in record.header.observed if name != "StepSent"]
+    record.header = replace(record.header, observed=observed)
+    report = run_checks(record, ["work"])
+    assert report.not_observable == {"work/bytes": "fake does not show StepSent"}
