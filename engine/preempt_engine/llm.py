@@ -282,7 +282,7 @@ class LLM:
             params,
             priority=priority,
             score_from=None if params.prompt_logprobs is None else 0,
-            num_to_score=len(token_ids) - 1,
+            num_to_score=0 if params.prompt_logprobs is None else len(token_ids) - 1,
         )
         if error is not None:
             self.scheduler.refuse(request)
@@ -334,8 +334,7 @@ class LLM:
 
     def update(self, step: SchedulerOutput, logits: LogitsBatch) -> list[RequestOutput]:
         """Third phase: apply what the step computed."""
-        self.scheduler.advance(step)
-        outputs = self._deliver(step, logits)
+        outputs = self._deliver(step, self.scheduler.advance(step), logits)
         if self.scheduler.observer is not None:
             self.scheduler.observer.step_updated(step.step_id, self.scheduler)
         return outputs
@@ -563,25 +562,33 @@ class LLM:
                 )
         return None
 
-    def _deliver(self, step: SchedulerOutput, logits: LogitsBatch) -> list[RequestOutput]:
-        """Score or sample from the step's rows; returns the outputs that changed."""
+    def _deliver(
+        self, step: SchedulerOutput, requests: list[Request | None], logits: LogitsBatch
+    ) -> list[RequestOutput]:
+        """Score or sample from the step's rows; returns the outputs that changed.
+
+        Args:
+            step: that was executed.
+            requests: whose each scheduled sequence is, None for rows that nobody wants any more.
+            logits: the step's rows.
+        """
         wanted: list[tuple[Request, SampleRequest]] = []
         ended: list[RequestOutput] = []
         first_row = 0
-        for item in step.scheduled:
+        for item, request in zip(step.scheduled, requests, strict=True):
             rows = range(first_row, first_row + item.num_logits)
             first_row = rows.stop
-            if not rows or self.scheduler.sequence_of(item) is None:
+            if request is None:
                 continue
-            request = self.scheduler.requests[item.key.request_id]
-            if request.num_scored < request.num_to_score and request.score_from is not None:
-                rows = self._take_scores(request, logits, rows)
-                if not rows:
+            if request.reads_prompt:
+                rows = self._read_prompt(request, logits, rows)
+                if rows and request.params.max_tokens == 0:
+                    ended.append(self._end(step.step_id, request, "length"))
                     continue
-            if request.params.max_tokens == 0:
-                ended.append(self._end(step.step_id, request, "length"))
-                continue
-            wanted.append((request, self._sample_request(request, rows[0])))
+            if rows:
+                wanted.append((request, self._sample_request(request, rows[0])))
+        if self._states:
+            self._attach_states(wanted)
         tokens = sample(logits, [sample_request for _, sample_request in wanted])
         return ended + [
             self._append_token(step.step_id, request, token)
@@ -592,7 +599,6 @@ class LLM:
 
     def _sample_request(self, request: Request, row: int) -> SampleRequest:
         sequence = request.sequence
-        state = self._states.of(request, sequence)
         return SampleRequest(
             row=row,
             params=request.params,
@@ -601,33 +607,37 @@ class LLM:
             position=sequence.num_tokens,
             num_output_tokens=sequence.num_output_tokens,
             stop_ids=self._builders[request.request_id].stop_ids,
-            state=state,
-            output_token_ids=() if state is None else sequence.output_token_ids,
         )
 
-    def _take_scores(self, request: Request, logits: LogitsBatch, rows: range) -> range:
-        """Score the given tokens that follow the first of these rows; returns the other rows."""
+    def _attach_states(self, wanted: list[tuple[Request, SampleRequest]]) -> None:
+        for request, sample_request in wanted:
+            sequence = request.sequence
+            sample_request.state = self._states.of(request, sequence)
+            if sample_request.state is not None:
+                sample_request.output_token_ids = sequence.output_token_ids
+
+    def _read_prompt(self, request: Request, logits: LogitsBatch, rows: range) -> range:
+        """Score given tokens with the rows that predict them; returns the rows to sample from."""
         done = request.num_scored
-        rows, rest = (
-            rows[: request.num_to_score - done],
-            rows[request.num_to_score - done :],
-        )
-        request.num_scored += len(rows)
+        num = min(len(rows), request.num_to_score - done)
+        if num == 0:
+            return rows
+        request.num_scored += num
         scoring = self._scorings.get(request.request_id)
         if scoring is None:  # the prompt's own tokens, of which nothing predicts the first
-            num = request.params.prompt_logprobs
-            assert num is not None
-            targets = request.sequence.token_ids[done + 1 : done + 1 + len(rows)]
+            num_logprobs = request.params.prompt_logprobs
+            assert num_logprobs is not None
+            targets = request.sequence.token_ids[done + 1 : done + 1 + num]
             self._builders[request.request_id].append_prompt_logprobs(
-                top_logprobs_of_rows(logits, rows, num, targets)
+                top_logprobs_of_rows(logits, rows[:num], num_logprobs, targets)
             )
-            return rest
-        targets = scoring.continuation[done : done + len(rows)]
-        scoring.scores += score_rows(logits, rows, targets)
+            return rows[num:]
+        targets = scoring.continuation[done : done + num]
+        scoring.scores += score_rows(logits, rows[:num], targets)
         if request.num_scored == request.num_to_score:
             del self._scorings[request.request_id]
             self.scheduler.finish(request, "length")
-        return rest
+        return rows[num:]
 
     def _end(
         self, step_id: int, request: Request, reason: str, error: EngineError | None = None

@@ -24,6 +24,7 @@ class OutputBuilder:
         output: what the user gets; it grows in place.
         params: what the user asked for.
         eos_token_ids: ids that end the request unless `ignore_eos`.
+        stop_ids: ids that end the request, and that `min_tokens` bans.
         max_output_tokens: by `max_tokens`, the model's length and the pool.
         detokenizer: None without a tokenizer.
     """
@@ -31,6 +32,7 @@ class OutputBuilder:
     output: RequestOutput
     params: SamplingParams
     eos_token_ids: frozenset[int]
+    stop_ids: frozenset[int]
     max_output_tokens: int
     detokenizer: IncrementalDetokenizer | None
 
@@ -47,6 +49,7 @@ class OutputBuilder:
         tokenizer: Tokenizer | None,
     ) -> OutputBuilder:
         """An empty output for a new request."""
+        eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         completion = CompletionOutput(index=0)
         if params.logprobs is not None:
             completion.logprobs = []
@@ -67,7 +70,8 @@ class OutputBuilder:
                 prompt_logprobs=None if params.prompt_logprobs is None else [None],
             ),
             params=params,
-            eos_token_ids=frozenset() if params.ignore_eos else eos_token_ids,
+            eos_token_ids=eos_token_ids,
+            stop_ids=eos_token_ids | frozenset(params.stop_token_ids),
             max_output_tokens=max_output_tokens,
             detokenizer=detokenizer,
         )
@@ -76,11 +80,6 @@ class OutputBuilder:
     def completion(self) -> CompletionOutput:
         """The first branch."""
         return self.output.outputs[0]
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Ids that end the request, and that `min_tokens` bans."""
-        return self.eos_token_ids | frozenset(self.params.stop_token_ids)
 
     def append_prompt_logprobs(self, logprobs: list[dict[int, float]]) -> None:
         """Take in the log probabilities of the next tokens of the prompt."""

@@ -190,13 +190,22 @@ class Scheduler:
             self._step_in_flight = step.step_id
         return step
 
-    def advance(self, step: SchedulerOutput) -> None:
-        """The step is done: what it computed is in the cache, what waited for it is free."""
+    def advance(self, step: SchedulerOutput) -> list[Request | None]:
+        """The step is done: what it computed is in the cache, what waited for it is free.
+
+        Returns:
+            Whose each scheduled sequence is; None where it ended or lost its blocks while the step
+            ran. What was computed for that one is of no use: it is computed again, and gives the
+            same.
+        """
+        requests: list[Request | None] = []
         for item in step.scheduled:
-            sequence = self.sequence_of(item)
-            if sequence is None:
+            request = self.requests.get(item.key.request_id)
+            sequence = None if request is None else request.sequences[item.key.branch]
+            if request is None or sequence is None or not sequence.known_to_workers:
+                requests.append(None)
                 continue
-            request = self.requests[item.key.request_id]
+            requests.append(request)
             sequence.set_computed(item.end)
             self.blocks.make_findable(sequence)
             request.num_steps_since_admission += 1
@@ -204,18 +213,7 @@ class Scheduler:
                 request.num_chunks += 1
         self._step_in_flight = None
         self.blocks.pass_fence(step.step_id)
-
-    def sequence_of(self, item: ScheduledSequence) -> Sequence | None:
-        """The sequence that a step computed; None when it ended or lost its blocks meanwhile.
-
-        What the step computed for it is then of no use: the tokens are computed again, and give
-        the same.
-        """
-        request = self.requests.get(item.key.request_id)
-        if request is None:
-            return None
-        sequence = request.sequences[item.key.branch]
-        return sequence if sequence.known_to_workers else None
+        return requests
 
     def _admit_urgent(self, step: SchedulerOutput) -> None:
         """Admit waiting requests that are more urgent than a running one, at its cost if need be.

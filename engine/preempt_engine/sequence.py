@@ -101,6 +101,7 @@ class Request:
             scores nothing.
         num_to_score: how many positions from there on.
         num_scored: how many of those are done.
+        reads_prompt: rows of its prompt are wanted, or no token after it.
         num_preemptions: times it lost its blocks.
         num_cached_tokens: prefix hits at the first admission; None before it.
         num_steps_since_admission: since the last admission.
@@ -117,6 +118,7 @@ class Request:
     score_from: int | None = None
     num_to_score: int = 0
     num_scored: int = 0
+    reads_prompt: bool = False
     status: RequestStatus = RequestStatus.WAITING
     num_preemptions: int = 0
     num_cached_tokens: int | None = None
@@ -152,6 +154,7 @@ class Request:
             priority=priority,
             score_from=score_from,
             num_to_score=num_to_score,
+            reads_prompt=score_from is not None or params.max_tokens == 0,
         )
 
     @property

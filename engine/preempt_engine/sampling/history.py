@@ -73,10 +73,11 @@ class ProcessorStates:
         """A request that needs processors; others are not made known."""
         self._recipes[request_id] = recipe
 
+    def __bool__(self) -> bool:
+        return bool(self._recipes)
+
     def of(self, request: Request, sequence: Sequence) -> ProcessorState | None:
         """The state of a running sequence, new after each preemption; None without processors."""
-        if not self._recipes:
-            return None
         recipe = self._recipes.get(request.request_id)
         if recipe is None:
             return None
