@@ -15,7 +15,7 @@ import msgspec
 from preempt_harness.errors import HarnessError
 from preempt_harness.trial import Trial
 
-_PREFIX = "preempt1:"
+PREFIX = "preempt1:"
 _MAX_BYTES = 64 * 2**20
 
 
@@ -26,7 +26,7 @@ class ReplayError(HarnessError, ValueError):
 def encode(trial: Trial) -> str:
     """The trial as letters, digits, "-", "_", "=" after a version prefix."""
     packed = zlib.compress(msgspec.json.encode(trial), level=9)
-    return _PREFIX + base64.urlsafe_b64encode(packed).decode("ascii")
+    return PREFIX + base64.urlsafe_b64encode(packed).decode("ascii")
 
 
 def decode(text: str) -> Trial:
@@ -36,13 +36,13 @@ def decode(text: str) -> Trial:
         ReplayError: the string is cut, damaged, or of another version.
     """
     text = text.strip()
-    if not text.startswith(_PREFIX):
+    if not text.startswith(PREFIX):
         raise ReplayError(
-            f"{text[:24]!r} does not begin with {_PREFIX!r}.",
+            f"{text[:24]!r} does not begin with {PREFIX!r}.",
             "Paste the whole string that the failure printed, with this release of the harness.",
         )
     try:
-        packed = base64.b64decode(text.removeprefix(_PREFIX), altchars=b"-_", validate=True)
+        packed = base64.b64decode(text.removeprefix(PREFIX), altchars=b"-_", validate=True)
         plain = zlib.decompressobj().decompress(packed, _MAX_BYTES)
         return msgspec.json.decode(plain, type=Trial)
     except (binascii.Error, zlib.error, msgspec.DecodeError) as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from preempt_harness.situations import reachable_pairs
+from preempt_harness.situations import pair_name, reachable_pairs
 from preempt_harness.summary import TrialSummary, count_preemptions
 
 _MAX_NOTES = 4  # preemptions listed per trial
@@ -129,7 +129,7 @@ def _preemption_lines(summaries: Sequence[TrialSummary]) -> list[str]:
 
 def _situation_line(summaries: Iterable[TrialSummary]) -> str:
     covered = {pair for summary in summaries for pair in summary.pairs}
-    reachable = {str(pair) for pair in reachable_pairs()}
+    reachable = {pair_name(pair) for pair in reachable_pairs()}
     missing = sorted(reachable - covered)
     line = f"situation pairs: {len(reachable & covered)} of {len(reachable)} reachable"
     if missing:

@@ -18,7 +18,7 @@ from preempt_harness.checks import CHECK_NAMES, CheckOptions, CheckReport, run_c
 from preempt_harness.checks.finding import Finding
 from preempt_harness.checks.tokens import Comparison, Tolerance, compare_tokens
 from preempt_harness.record import PlanMissed, TrialRecord
-from preempt_harness.situations import classify, pairs
+from preempt_harness.situations import classify, pair_name, pairs
 from preempt_harness.summary import PreemptionNote, TrialSummary, preemption_notes
 from preempt_harness.trial import Trial
 from preempt_harness.verdict import Verdict, decide
@@ -212,7 +212,7 @@ class TrialResult:
             compared=self._compared(),
             findings=[str(finding.code) for finding in self.findings],
             not_observable=dict(self.report.not_observable),
-            pairs=sorted(str(pair) for pair in pairs(classify(self.record))),
+            pairs=sorted(pair_name(pair) for pair in pairs(classify(self.record))),
             replay=replay.encode(self.trial),
             seconds=round(self.seconds, 4),
             texts=[
@@ -259,7 +259,7 @@ class TrialResult:
         return budget.explain()
 
     def _finding_lines(self) -> list[str]:
-        lines = [_describe(finding) for finding in self.findings[:_MAX_FINDINGS]]
+        lines = [describe(finding) for finding in self.findings[:_MAX_FINDINGS]]
         more = len(self.findings) - len(lines)
         return [*lines, f"and {more} more"] if more > 0 else lines
 
@@ -275,7 +275,8 @@ class TrialResult:
         return "\n".join(lines)
 
 
-def _describe(finding: Finding) -> str:
+def describe(finding: Finding) -> str:
+    """A finding in one line, with its place."""
     places = {
         "step": finding.step,
         "sequence": finding.sequence or finding.request,

@@ -100,6 +100,11 @@ def pairs(situations: Iterable[Situation]) -> set[Pair]:
     return seen
 
 
+def pair_name(pair: Pair) -> str:
+    """A pair as reports name it: "phase=decode & offset=0"."""
+    return " & ".join(f"{dimension}={value}" for dimension, value in pair)
+
+
 def all_pairs() -> set[Pair]:
     """Every pair of values of two dimensions, reachable or not."""
     return {

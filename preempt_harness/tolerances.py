@@ -12,6 +12,7 @@ import msgspec
 
 from preempt_harness.checks.tokens import Tolerance
 from preempt_harness.errors import HarnessError
+from preempt_harness.record import Header
 
 
 class ToleranceFileError(HarnessError, ValueError):
@@ -23,10 +24,14 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         engine, model, dtype, device: what it holds for.
-        gap: largest top-2 gap at which an A/A run flipped, or at the stated quantile of noise.
+        gap: largest top-2 gap that float noise may close: `factor` times the quantile of noise,
+            or the largest gap at which an A/A run flipped, if that is more.
         regret: likewise for the loss by a token.
         num_positions: positions compared.
-        quantile: of the noise, as a share.
+        quantile: of the noise, as a share; 1 is the largest.
+        factor: margin for batch mixes that the calibration did not meet.
+        noise: quantile, as text -> noise there, in log probability.
+        num_flips: positions at which the other run preferred another token.
         versions: of the libraries that computed it.
     """
 
@@ -38,6 +43,9 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     regret: float
     num_positions: int
     quantile: float
+    factor: float = 1.0
+    noise: dict[str, float] = {}
+    num_flips: int = 0
     versions: dict[str, str] = {}
 
     def tolerance(self) -> Tolerance:
@@ -45,8 +53,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         return Tolerance(
             gap=self.gap,
             regret=self.regret,
-            origin=f"{self.engine}/{self.model} {self.dtype} on {self.device}: quantile "
-            f"{self.quantile:g} of {self.num_positions} A/A positions",
+            origin=f"{self.engine}/{self.model} {self.dtype} on {self.device}: {self.factor:g} "
+            f"times quantile {self.quantile:g} of {self.num_positions} A/A positions",
         )
 
 
@@ -58,9 +66,26 @@ class ToleranceTable(msgspec.Struct, frozen=True, kw_only=True):
     def find(self, engine: str, model: str, dtype: str, device: str) -> Tolerance | None:
         """The tolerance for a configuration; None if nobody measured it."""
         for item in self.calibrations:
-            if (item.engine, item.model, item.dtype, item.device) == (engine, model, dtype, device):
+            if _key(item) == (engine, model, dtype, device):
                 return item.tolerance()
         return None
+
+    def of(self, header: Header) -> Tolerance | None:
+        """The tolerance for what a record ran on, by "dtype" and "device" of its configuration.
+
+        None if nobody measured it, or the adapter did not say what "auto" became.
+        """
+        dtype, device = (str(header.config.get(name, "")) for name in ("dtype", "device"))
+        return self.find(header.engine, header.model, dtype, device)
+
+    def updated(self, new: Calibration) -> ToleranceTable:
+        """With a calibration in place of an older one for the same configuration."""
+        rest = [item for item in self.calibrations if _key(item) != _key(new)]
+        return ToleranceTable(calibrations=sorted([*rest, new], key=_key))
+
+
+def _key(item: Calibration) -> tuple[str, str, str, str]:
+    return item.engine, item.model, item.dtype, item.device
 
 
 def shipped() -> ToleranceTable:
@@ -80,4 +105,18 @@ def read(path: Path) -> ToleranceTable:
         raise ToleranceFileError(
             f"{path} is no tolerance table: {error}.",
             "Make one with: preempt-harness calibrate --output FILE.",
+        ) from error
+
+
+def write(table: ToleranceTable, path: Path) -> None:
+    """Write a table, for `read`.
+
+    Raises:
+        ToleranceFileError: the file cannot be written.
+    """
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=1) + b"\n")
+    except OSError as error:
+        raise ToleranceFileError(
+            f"{path} cannot be written: {error}.", "Choose another --output."
         ) from error

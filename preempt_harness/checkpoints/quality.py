@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-PROMPT_LENGTHS = (5, 40, 120, 200)
+PROMPT_LENGTHS = (5, 100, 200)
 PROMPTS_PER_LENGTH = 8
 OUTPUT_TOKENS = 64
-CORRUPTED_LENGTHS = (40, 120, 200)
+CORRUPTED_LENGTHS = (100, 200)
 STARTS_PER_PROMPT = 16
 # Not the prompts that the recipes were searched with: those would flatter them.
 _PROMPT_SEED = 21

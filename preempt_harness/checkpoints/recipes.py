@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 # Raise it when the files made from an unchanged recipe change.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 SPECIAL_TOKENS = ("<s>", "</s>", "<pad>", "<unk>")
 BOS_ID, EOS_ID, PAD_ID, UNK_ID = range(len(SPECIAL_TOKENS))
@@ -34,7 +34,6 @@ class TinyRecipe:
         config: arguments of the family's configuration class beyond those all families share.
         query_key_gain: of the query and key projections (of the query and key norms where the
             family has them); its square is the standard deviation of the attention scores.
-        query_key_bias: standard deviation of their biases, in units of `query_key_gain`.
         attention_gain: of the attention's output projection.
         mlp_inner_gain: of the projections into the MLP; above 1 a gated MLP is closer to a product
             of two linear maps, which mixes its inputs more.
@@ -48,7 +47,6 @@ class TinyRecipe:
     seed: int
     config: Mapping[str, int | bool | None]
     query_key_gain: float
-    query_key_bias: float = 0.5
     attention_gain: float
     mlp_inner_gain: float
     mlp_threshold: float = 0.0
@@ -84,11 +82,11 @@ RECIPES: Mapping[str, TinyRecipe] = {
         ),
         TinyRecipe(
             family="qwen2",
-            seed=69,
+            seed=0,
             config=_GATED,
             query_key_gain=1.15,
-            attention_gain=16.0,
-            mlp_inner_gain=4.0,
+            attention_gain=64.0,
+            mlp_inner_gain=8.0,
             mlp_output_gain=40.0,
         ),
         TinyRecipe(
@@ -127,7 +125,6 @@ RECIPES: Mapping[str, TinyRecipe] = {
                 "tie_word_embeddings": True,
             },
             query_key_gain=1.45,
-            query_key_bias=0.1,
             attention_gain=8.0,
             mlp_inner_gain=1.0,
             mlp_threshold=1.0,

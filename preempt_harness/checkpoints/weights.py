@@ -33,9 +33,9 @@ _SMALL = 0.1
 
 def model_config(recipe: TinyRecipe) -> Any:
     """The transformers configuration (`PretrainedConfig`) of the checkpoint."""
-    from transformers import AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-    return AutoConfig.for_model(
+    config = AutoConfig.for_model(
         recipe.family,
         vocab_size=VOCAB_SIZE,
         max_position_embeddings=MAX_POSITIONS,
@@ -45,6 +45,8 @@ def model_config(recipe: TinyRecipe) -> Any:
         dtype="float32",
         **recipe.config,
     )
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    return config
 
 
 def model_weights(recipe: TinyRecipe) -> dict[str, torch.Tensor]:
@@ -96,7 +98,7 @@ def _norm(recipe: TinyRecipe, name: str, normal: NDArray[np.float64]) -> NDArray
 
 def _bias(recipe: TinyRecipe, name: str, normal: NDArray[np.float64]) -> NDArray[np.float64]:
     if "q_proj" in name or "k_proj" in name:
-        return recipe.query_key_bias * recipe.query_key_gain * normal
+        return _SMALL * recipe.query_key_gain * normal
     if "fc1" in name:
         return recipe.mlp_inner_gain * (_SMALL * normal - recipe.mlp_threshold)
     return _SMALL * normal

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from preempt_harness import tolerances
 from preempt_harness.checks import CheckReport, Tolerance
-from preempt_harness.checks.finding import Finding
 from preempt_harness.record import Header
+from preempt_harness.result import describe
 
 
 def add_tolerance_argument(parser: argparse.ArgumentParser) -> None:
@@ -34,18 +34,6 @@ def tolerance_of(header: Header, path: Path | None) -> Tolerance | None:
 def print_report(report: CheckReport) -> None:
     """Findings, then what could not be judged."""
     for finding in report.findings:
-        print(_line(finding))
+        print(describe(finding))
     for name, reason in report.not_observable.items():
         print(f"NOT OBSERVABLE: {name}: {reason}")
-
-
-def _line(finding: Finding) -> str:
-    places = {
-        "step": finding.step,
-        "sequence": finding.sequence or finding.request,
-        "position": finding.position,
-        "block": finding.block,
-        "rank": finding.rank,
-    }
-    where = ", ".join(f"{name} {value}" for name, value in places.items() if value is not None)
-    return f"{finding.code} ({where}): {finding.message}" if where else str(finding)

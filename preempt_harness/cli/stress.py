@@ -122,7 +122,9 @@ def _check(arguments: argparse.Namespace) -> None:
     ):
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise StressArgumentError(f"{name}={value} is not a positive number.", "Give 1 or more.")
+            raise StressArgumentError(
+                f"{name}={value} is not a positive number.", "Give 1 or more."
+            )
     low, high, limit = arguments.min_input_len, arguments.max_input_len, arguments.max_model_len
     if low > high:
         raise StressArgumentError(

@@ -106,3 +106,45 @@ def test_every_few_steps(preempt: PreemptHarness) -> None:
     result.assert_preempted(at_least=2)
     result.assert_matches_baseline()
     result.assert_clean()
+
+
+# A victim of 8 blocks arrives at step 2 and computes 2 blocks a step, beside three that decode.
+VICTIM_STEPS = {"prefill_first": 3, "prefill_middle": 4, "prefill_last": 5, "first_decode": 6}
+
+
+@CACHE
+@pytest.mark.preempt_requires("preempt", "stepped")
+@pytest.mark.parametrize("phase", VICTIM_STEPS)
+def test_two_of_several_at_once(preempt: PreemptHarness, phase: str, prefix_caching: bool) -> None:
+    block = block_size(preempt)
+    step = VICTIM_STEPS[phase]
+    workload = together(
+        companions(preempt, block, count=3),
+        request(preempt, "victim", 8 * block, 2 * block, arrival_step=2),
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt:c1@step={step}/preempt:victim@step={step}",
+        block_size=block,
+        max_num_batched_tokens=2 * block + 3,
+        enable_prefix_caching=prefix_caching,
+    )
+    result.assert_preempted(request="victim")
+    result.assert_preempted(request="c1")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("preempt", "stepped", "prefix_caching")
+def test_two_of_several_with_a_later_sharer(preempt: PreemptHarness) -> None:
+    block = block_size(preempt)
+    prefix = preempt.prompts.take(2 * block)
+    workload = together(
+        request(preempt, "victim", prefix + preempt.prompts.take(3), 3 * block),
+        companions(preempt, block, count=2),
+        request(preempt, "sharer", prefix + preempt.prompts.take(5), 2 * block, arrival_step=6),
+    )
+    result = preempt.run(workload, plan="preempt:victim@step=4/preempt:c0@step=4", block_size=block)
+    result.assert_preempted(at_least=2)
+    result.assert_matches_baseline()
+    result.assert_clean()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 import json
 import math
 from collections.abc import Mapping
+=======
+import dataclasses
+>>>>>>> main
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from preempt_engine.errors import ConfigError
 
+<<<<<<< HEAD
 if TYPE_CHECKING:
     from preempt_engine.sampling.processors import LogitsFunction, LogitsProcessor
 
@@ -38,6 +43,22 @@ class StructuredOutputsParams:
             )
         if self.json is not None and not isinstance(self.json, str):
             object.__setattr__(self, "json", json.dumps(self.json))
+=======
+# What does not change which token a greedy choice takes.
+_GREEDY_IGNORES = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "max_tokens",
+        "ignore_eos",
+        "stop",
+        "stop_token_ids",
+    }
+)
+>>>>>>> main
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +129,7 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+<<<<<<< HEAD
     def penalized(self) -> bool:
         """True when a penalty takes part."""
         return bool(
@@ -128,6 +150,18 @@ class SamplingParams:
             or self.bad_words
             or self.logits_processors
             or self.structured_outputs
+=======
+    def argmax_suffices(self) -> bool:
+        """True when the largest logit alone decides: greedy, and nothing else is asked for.
+
+        Every field counts that is not known to leave a greedy choice alone, so that a new one is
+        never forgotten here.
+        """
+        return self.greedy and all(
+            getattr(self, field.name) == field.default
+            for field in dataclasses.fields(self)
+            if field.name not in _GREEDY_IGNORES
+>>>>>>> main
         )
 
     def _validate(self) -> None:

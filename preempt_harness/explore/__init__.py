@@ -1,0 +1,1 @@
+"""Searching for failing trials: where trials come from when no test writes them down."""

@@ -1,0 +1,139 @@
+"""Whole trials from a seed: settings, workload, budget and plan that suit an engine.
+
+No engine runs here. The generators aim (see `preempt_harness.generators`); this module combines
+them with settings and plans. The same seed gives the same trial.
+"""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from preempt_harness.adapters import protocol
+from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings
+from preempt_harness.budget import KVBudget
+from preempt_harness.generators import FEATURES, random_workload
+from preempt_harness.plan import (
+    Action,
+    ComputedTokens,
+    OutputTokens,
+    Preempt,
+    PreemptAll,
+    PreemptionPlan,
+    RandomPreempt,
+    Resume,
+    Squeeze,
+    Step,
+)
+from preempt_harness.trial import Trial
+from preempt_harness.workload import Workload
+
+_BLOCK_SIZES = (1, 2, 3, 4, 4, 4, 8, 16)
+_TOKEN_BUDGETS = (3, 7, 16, 64, 2048)
+_MAX_SLACK = 4  # blocks above the smallest feasible pool
+
+
+def random_trial(
+    seed: int,
+    adapter: EngineAdapter,
+    *,
+    model: str,
+    max_requests: int = 5,
+    max_tokens: int = 20,
+) -> Trial:
+    """A trial under pressure: a pool near the smallest feasible one, and often a plan as well.
+
+    Args:
+        seed: of everything.
+        adapter: of the engine; its capabilities bound what is drawn.
+        model: name of the model.
+        max_requests, max_tokens: size of the workload.
+    """
+    source = random.Random(f"{seed}/trial")
+    settings = random_settings(source, adapter, model)
+    workload = random_workload(
+        seed,
+        vocab_size=adapter.vocab_size(settings),
+        block_size=settings.block_size,
+        max_requests=max_requests,
+        max_tokens=max_tokens,
+        features=_features(source, adapter),
+    )
+    admission = adapter.admission_model(settings)
+    least = KVBudget.solve(workload, admission, "minimal").num_blocks
+    budget = KVBudget.solve(workload, admission, least + source.randint(0, _MAX_SLACK))
+    plan = random_plan(source, workload, adapter)
+    return Trial(
+        engine=adapter.name,
+        settings=msgspec.structs.replace(settings, num_blocks=budget.num_blocks),
+        workload=workload,
+        plan=plan.encode(),
+        budget=budget.to_builtins(),
+    )
+
+
+def random_settings(source: random.Random, adapter: EngineAdapter, model: str) -> EngineSettings:
+    """Settings of which the engine can do everything; the block count is left at 1."""
+    able = adapter.capabilities
+    options = {}
+    if protocol.BLOCK_REUSE_ORDER in able:
+        options["block_reuse_order"] = source.choice(("fifo", "lifo", "random"))
+    if protocol.POISON in able:
+        options["poison"] = source.random() < 0.5
+    return EngineSettings(
+        model=model,
+        num_blocks=1,
+        block_size=source.choice(adapter.block_sizes or _BLOCK_SIZES),
+        max_num_batched_tokens=(
+            source.choice(_TOKEN_BUDGETS) if protocol.CHUNKED_PREFILL in able else 2048
+        ),
+        max_num_seqs=source.choice((2, 4, 256)),
+        enable_prefix_caching=protocol.PREFIX_CACHING in able and source.random() < 0.6,
+        options=options,
+    )
+
+
+def random_plan(
+    source: random.Random, workload: Workload, adapter: EngineAdapter
+) -> PreemptionPlan:
+    """No action, or a few, each of which can be due in the workload."""
+    able = adapter.capabilities
+    if protocol.PREEMPT not in able or source.random() < 0.3:
+        return PreemptionPlan()
+    actions = [_random_action(source, workload) for _ in range(source.randint(1, 3))]
+    return PreemptionPlan(
+        action for action in actions if PreemptionPlan([action]).capabilities <= able
+    )
+
+
+def _features(source: random.Random, adapter: EngineAdapter) -> list[str]:
+    """Swarm: each feature is left out half of the time, and where the engine lacks it."""
+    needs = {
+        "sampling": {protocol.SAMPLING},
+        "operations": {protocol.ABORT, protocol.RESET_PREFIX_CACHE},
+    }
+    return [
+        name
+        for name in FEATURES
+        if source.random() < 0.5 and needs.get(name, set()) <= adapter.capabilities
+    ]
+
+
+def _random_action(source: random.Random, workload: Workload) -> Action:
+    request = source.choice(workload.requests)
+    prompt, outputs = request.num_prompt_tokens, request.sampling.max_tokens
+    horizon = prompt + outputs
+    kind = source.randrange(6)
+    if kind == 0 and outputs > 1:
+        return Preempt(request.id, OutputTokens(source.randint(1, outputs - 1)))
+    if kind == 1 and horizon > 2:
+        return Preempt(request.id, ComputedTokens(source.randint(1, horizon - 2)))
+    if kind == 2:
+        return Preempt(request.id, Resume(1))
+    if kind == 3:
+        return PreemptAll(Step(source.randint(1, horizon)))
+    if kind == 4:
+        start = source.randint(0, horizon)
+        return Squeeze("all", start, start + source.randint(1, 8))
+    return RandomPreempt(0.1, source.randint(1, 6), source.randrange(1000))

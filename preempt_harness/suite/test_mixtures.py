@@ -1,0 +1,34 @@
+"""Drawn mixtures: settings, shared prefixes, stops, squeezes and plans together.
+
+The seeds are those of a greedy search for situation pairs that the scenarios of the other files
+leave open; what a mixture is made of depends on what the engine can do.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from preempt_harness.adapters.protocol import EngineSettings
+from preempt_harness.explore.random_trials import random_trial
+from preempt_harness.harness import PreemptHarness
+
+SEEDS = (56, 67, 122, 194, 124, 552, 308, 33, 35, 46, 52, 148, 240, 331, 369, 390)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_mixture(preempt: PreemptHarness, seed: int) -> None:
+    drawn = random_trial(seed, preempt.adapter, model=preempt.settings().model)
+    result = preempt.run(
+        drawn.workload,
+        drawn.settings.num_blocks,
+        drawn.plan,
+        expect_preemption=False,
+        **_changes(drawn.settings),
+    )
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+def _changes(settings: EngineSettings) -> dict[str, object]:
+    names = ("block_size", "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching")
+    return {name: getattr(settings, name) for name in (*names, "options")}
