@@ -454,7 +454,6 @@ class LLM:
         if self._closed:
             raise EngineClosedError("This engine is closed.", "Build a new LLM.")
 
-<<<<<<< HEAD
     def _check_priority(self, priority: int) -> None:
         if priority != 0 and self.config.scheduling_policy != "priority":
             raise ConfigError(
@@ -515,7 +514,7 @@ class LLM:
             self._withdraw(output)
         if output.error is not None:
             raise output.error
-=======
+
     def _check_idle(self) -> None:
         """Nothing is left over: what a user may have left raises, what we may have left asserts."""
         blocks = self.scheduler.blocks
@@ -526,11 +525,11 @@ class LLM:
                 "Finish or abort the requests, call step() for the outputs, and hold_blocks(0).",
             )
         assert not self._builders, f"requests {list(self._builders)} ended and are still built"
+        assert not self._states, "requests ended and their processors are kept"
         assert not self._scorings, f"scorings {list(self._scorings)} ended and are kept"
         self.scheduler.check_integrity()
         counts = self.scheduler.pool_counts()
         assert counts.free + counts.cached == counts.num_blocks, f"blocks leaked: {counts}"
->>>>>>> main
 
     def _new_request(
         self,

@@ -27,10 +27,6 @@ from preempt_engine.block_manager import BlockManager
 from preempt_engine.config import EngineConfig
 from preempt_engine.observer import EngineObserver, PoolCounts, PoolState
 from preempt_engine.sequence import Request, RequestStatus, Sequence
-<<<<<<< HEAD
-from preempt_engine.step import ScheduledSequence, SchedulerOutput, SequenceKey
-from preempt_engine.victims import PreemptionController, choose_victim, victims_for
-=======
 from preempt_engine.step import (
     ScheduledSequence,
     SchedulerOutput,
@@ -38,8 +34,7 @@ from preempt_engine.step import (
     StateCheck,
     state_checksum,
 )
-from preempt_engine.victims import PreemptionController, choose_victim
->>>>>>> main
+from preempt_engine.victims import PreemptionController, choose_victim, victims_for
 
 
 @dataclass(slots=True)

@@ -97,16 +97,12 @@ class Request:
         params: how to sample, and until when.
         seed: of the request's noise.
         sequences: its branches.
-<<<<<<< HEAD
         score_from: the first position whose logits are wanted to score the token after it; None
             scores nothing.
         num_to_score: how many positions from there on.
         num_scored: how many of those are done.
         reads_prompt: rows of its prompt are wanted, or no token after it.
-=======
-        score_from: for scoring, the first position whose logits are wanted; None generates.
         full_logits: choosing or scoring its tokens takes whole rows of logits.
->>>>>>> main
         num_preemptions: times it lost its blocks.
         num_cached_tokens: prefix hits at the first admission; None before it.
         num_steps_since_admission: since the last admission.
@@ -121,11 +117,8 @@ class Request:
     sequences: list[Sequence]
     priority: int = 0
     score_from: int | None = None
-<<<<<<< HEAD
     num_to_score: int = 0
-=======
     full_logits: bool = True
->>>>>>> main
     num_scored: int = 0
     reads_prompt: bool = False
     status: RequestStatus = RequestStatus.WAITING
@@ -162,12 +155,9 @@ class Request:
             sequences=[sequence],
             priority=priority,
             score_from=score_from,
-<<<<<<< HEAD
             num_to_score=num_to_score,
             reads_prompt=score_from is not None or params.max_tokens == 0,
-=======
             full_logits=score_from is not None or not params.argmax_suffices,
->>>>>>> main
         )
 
     @property

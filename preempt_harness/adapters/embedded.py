@@ -28,14 +28,7 @@ class EmbeddedAdapter:
     """Adapter "embedded"."""
 
     name = "embedded"
-    capabilities = protocol.CAPABILITIES - {
-        protocol.SWAP,
-<<<<<<< HEAD
-        protocol.TENSOR_PARALLEL,
-=======
-        protocol.PRIORITY,
->>>>>>> main
-    }
+    capabilities = protocol.CAPABILITIES - {protocol.SWAP}
     models: tuple[str, ...] = (
         "exact",
         "tiny-llama",
@@ -221,7 +214,6 @@ _SAMPLING_FIELDS = (
 )
 
 
-<<<<<<< HEAD
 def _sampling_params(spec: SamplingSpec) -> SamplingParams:
     from preempt_engine import SamplingParams, StructuredOutputsParams
 
@@ -233,11 +225,11 @@ def _sampling_params(spec: SamplingSpec) -> SamplingParams:
         logits_processors=tuple(PROCESSORS[name]() for name in spec.logits_processors),
         structured_outputs=structured_outputs,
     )
-=======
+
+
 def _observed(event_names: Sequence[str], num_ranks: int) -> list[str]:
     """Names of the events that are seen; a single rank is sent no message."""
     return [*event_names, *(["StepSent"] if num_ranks > 1 else [])]
->>>>>>> main
 
 
 def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[str, Any]:

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
-=======
-import dataclasses
->>>>>>> main
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from preempt_engine.errors import ConfigError
 
-<<<<<<< HEAD
 if TYPE_CHECKING:
     from preempt_engine.sampling.processors import LogitsFunction, LogitsProcessor
+
+# What does not change which token a greedy choice takes.
+_GREEDY_IGNORES = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "max_tokens",
+        "ignore_eos",
+        "stop",
+        "stop_token_ids",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,22 +54,6 @@ class StructuredOutputsParams:
             )
         if self.json is not None and not isinstance(self.json, str):
             object.__setattr__(self, "json", json.dumps(self.json))
-=======
-# What does not change which token a greedy choice takes.
-_GREEDY_IGNORES = frozenset(
-    {
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "max_tokens",
-        "ignore_eos",
-        "stop",
-        "stop_token_ids",
-    }
-)
->>>>>>> main
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +124,6 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
-<<<<<<< HEAD
     def penalized(self) -> bool:
         """True when a penalty takes part."""
         return bool(
@@ -143,14 +137,16 @@ class SamplingParams:
 
     @property
     def has_processors(self) -> bool:
-        """True when the choice of a token depends on the tokens before it."""
+        """True when processors change the scores of its tokens."""
         return bool(
             self.penalized
             or self.logit_bias
             or self.bad_words
             or self.logits_processors
             or self.structured_outputs
-=======
+        )
+
+    @property
     def argmax_suffices(self) -> bool:
         """True when the largest logit alone decides: greedy, and nothing else is asked for.
 
@@ -161,7 +157,6 @@ class SamplingParams:
             getattr(self, field.name) == field.default
             for field in dataclasses.fields(self)
             if field.name not in _GREEDY_IGNORES
->>>>>>> main
         )
 
     def _validate(self) -> None:
