@@ -1,10 +1,11 @@
 """Random trials of everything a request carries: one run in peace, one under preemption.
 
     python tests/engine/state_trials.py --trials 10000
+    python tests/engine/state_trials.py --trials 300 --model tiny-llama
 
 A trial is drawn from a seed: requests with any mix of features, arrivals, aborts, cache resets,
 changes of priority, withheld blocks, forced preemptions, a pool that is too small. `compare` runs
-it twice on the exact model and lists what differs.
+it twice and lists what differs.
 """
 
 from __future__ import annotations
@@ -264,27 +265,24 @@ class Run:
     num_steps: int
 
 
-def run_in_peace(trial: Trial) -> Run:
+EXACT = {"model": "exact", "exact_vocab_size": VOCAB_SIZE}
+
+
+def run_in_peace(trial: Trial, model: dict[str, Any] = EXACT) -> Run:
     """Room for all, whole prompts in one step, nothing disturbed."""
-    options = {"num_kv_blocks": 2000, "block_size": 16, "max_num_batched_tokens": 100_000}
-    return _run(trial, options, disturbed=False)
+    options = {"num_kv_blocks": 128, "block_size": 16, "max_num_batched_tokens": 2048}
+    return _run(trial, {**model, **options}, disturbed=False)
 
 
-def run_disturbed(trial: Trial) -> Run:
+def run_disturbed(trial: Trial, model: dict[str, Any] = EXACT) -> Run:
     """With everything that the trial has in store."""
-    return _run(trial, trial.options, disturbed=True)
+    return _run(trial, {**model, **trial.options}, disturbed=True)
 
 
 def _run(trial: Trial, options: dict[str, Any], *, disturbed: bool) -> Run:
     watcher = Watcher(options["block_size"])
     controller = RandomPreemptions(trial.seed, trial.preempt_rate if disturbed else 0.0)
-    llm = LLM(
-        "exact",
-        exact_vocab_size=VOCAB_SIZE,
-        preemption_controller=controller,
-        observer=watcher,
-        **options,
-    )
+    llm = LLM(preemption_controller=controller, observer=watcher, **options)
     outputs: dict[str, RequestOutput] = {}
     pending = list(enumerate(trial.arrivals))
     step = 0
@@ -303,6 +301,7 @@ def _run(trial: Trial, options: dict[str, Any], *, disturbed: bool) -> Run:
         llm.scheduler.check_integrity()
         step += 1
     llm.hold_blocks(0)
+    llm.close()
     counts = llm.scheduler.pool_counts()
     assert counts.free + counts.cached == counts.num_blocks, "blocks leaked"
     return Run(outputs, watcher, llm.counters.num_preemptions, step)
@@ -323,9 +322,14 @@ def _disturb(trial: Trial, llm: LLM, step: int, outputs: dict[str, RequestOutput
         llm.hold_blocks(0)
 
 
-def compare(trial: Trial) -> tuple[list[str], int]:
-    """Run a trial twice; returns what differs, as text, and the number of preemptions."""
-    peace, disturbed = run_in_peace(trial), run_disturbed(trial)
+def compare(trial: Trial, model: dict[str, Any] = EXACT) -> tuple[list[str], int]:
+    """Run a trial twice; returns what differs, as text, and the number of preemptions.
+
+    Args:
+        trial: what to run.
+        model: the model and its options; bitwise equal logits are needed.
+    """
+    peace, disturbed = run_in_peace(trial, model), run_disturbed(trial, model)
     problems: list[str] = []
     for name, output in disturbed.outputs.items():
         problems += _differences(name, output, peace.outputs[name])
@@ -372,15 +376,23 @@ def _delivery_problems(name: str, output: RequestOutput, watcher: Watcher) -> It
         yield f"request {name}: num_cached_tokens is {output.num_cached_tokens}"
 
 
+def _tiny(name: str) -> dict[str, Any]:
+    from preempt_harness.checkpoints import resolve_model_name
+
+    return {"model": str(resolve_model_name(name)), "deterministic": True, "device": "cpu"}
+
+
 def main() -> int:
     """Run many trials; prints the seed of each that fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=10_000)
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--model", default="exact", help="or a tiny model of the harness")
     arguments = parser.parse_args()
+    model = EXACT if arguments.model == "exact" else _tiny(arguments.model)
     num_failed = num_preempted = num_preemptions = 0
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.trials):
-        problems, count = compare(random_trial(seed))
+        problems, count = compare(random_trial(seed), model)
         num_preempted += count > 0
         num_preemptions += count
         if problems:
