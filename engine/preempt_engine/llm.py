@@ -74,7 +74,11 @@ class LLM:
         self._scorings: dict[str, _Scoring] = {}
         self._ended_early: list[RequestOutput] = []
         self._closed = False
-        self._begin(preemption_controller, observer)
+        try:
+            self._begin(preemption_controller, observer)
+        except BaseException:
+            self.close()
+            raise
 
     # One call does it all -----------------------------------------------------------------------
 
