@@ -38,6 +38,8 @@ BLOCK_REUSE_ORDER = "block_reuse_order"
 POISON = "poison"
 TENSOR_PARALLEL = "tensor_parallel"
 PRIORITY = "priority"
+PARALLEL_SAMPLING = "parallel_sampling"  # several outputs of one prompt: `n`
+BEAM_SEARCH = "beam_search"
 
 CAPABILITIES = frozenset(
     {
@@ -60,6 +62,8 @@ CAPABILITIES = frozenset(
         POISON,
         TENSOR_PARALLEL,
         PRIORITY,
+        PARALLEL_SAMPLING,
+        BEAM_SEARCH,
     }
 )
 
