@@ -92,7 +92,11 @@ class LLM:
         self._ended_early: list[RequestOutput] = []
         self._streamed: list[RequestOutput] = []
         self._closed = False
-        self._begin(preemption_controller, observer)
+        try:
+            self._begin(preemption_controller, observer)
+        except BaseException:
+            self.close()
+            raise
 
     # One call does it all -----------------------------------------------------------------------
 

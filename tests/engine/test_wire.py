@@ -222,7 +222,7 @@ def test_what_is_no_frame_is_refused() -> None:
 def test_a_configuration_arrives_whole_and_is_validated() -> None:
     config = EngineConfig(model="exact", tensor_parallel_size=2, worker_hooks=("a:b",), seed=-1)
     assert decode_body(encode_body(Init(config, 5)), Init) == Init(config, 5)
-    ready = encode_body(Ready(1, 2, 3, [4]))
+    ready = encode_body(Ready(1, 2, 3, 4, [5]))
     with pytest.raises(WireProtocolError, match="Init"):
         decode_body(ready, Init)
 
