@@ -147,9 +147,7 @@ def test_reset_while_requests_are_swapped_out(preempt: PreemptHarness) -> None:
     requests = [request(preempt, f"r{i}", 3 * block + i, 4 * block) for i in range(3)]
     workload = Workload(
         requests=requests,
-        operations=[
-            Operation(kind="reset_running_requests", step=step) for step in range(5, 8)
-        ],
+        operations=[Operation(kind="reset_running_requests", step=step) for step in range(5, 8)],
     )
     result = preempt.run(workload, plan="preempt-all@out=4:swap", block_size=block)
     result.assert_preempted(mode="swap")
