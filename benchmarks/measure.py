@@ -20,7 +20,7 @@ def paired(variants: Mapping[str, Callable[[], float]], repeats: int) -> dict[st
     """
     figures: dict[str, list[float]] = {name: [] for name in variants}
     for repeat in range(repeats):
-        order = list(variants) if repeat % 2 == 0 else list(reversed(variants))
+        order = list(variants) if repeat % 2 == 0 else list(variants)[::-1]
         for name in order:
             figures[name].append(variants[name]())
     return figures

@@ -6,6 +6,7 @@ Knows neither torch nor the model's own configuration; `dtype` and `device` are 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -44,8 +45,8 @@ class EngineConfig:
         preemption_mode: "recompute" drops the victim's blocks and computes them again; "swap"
             copies them to host memory and back. Without room there, it recomputes.
         swap_space_blocks: host memory for swapping, in blocks; 0 is allowed.
-        swap_space_bytes: the same in bytes. With neither, preemption_mode="swap" takes 4 GiB
-            (256 MiB on a CPU), and "recompute" none.
+        swap_space_bytes: the same in bytes, for each rank. With neither, preemption_mode="swap"
+            takes 4 GiB (256 MiB on a CPU), and "recompute" none.
         enable_prefix_caching: keep full blocks findable by content.
         enforce_eager: never capture CUDA graphs.
         tensor_parallel_size: number of ranks.
@@ -56,6 +57,11 @@ class EngineConfig:
         block_reuse_order: which free block is handed out first.
         exact_vocab_size: vocabulary of the exact model, 32 to 256.
         skip_tokenizer_init: token ids only; no text.
+        worker_timeout_s: longest a rank may take over one step; then the step fails.
+        worker_start_timeout_s: longest a rank may take to start and load its shard.
+        debug_worker_state: every step carries a checksum of what each rank must know.
+        worker_hooks: "module:function" or "module:function:argument", called in every rank with
+            its runner, and the argument, before the first step.
     """
 
     model: str
@@ -83,6 +89,10 @@ class EngineConfig:
     block_reuse_order: BlockReuseOrder = "fifo"
     exact_vocab_size: int = 64
     skip_tokenizer_init: bool = False
+    worker_timeout_s: float = 60.0
+    worker_start_timeout_s: float = 300.0
+    debug_worker_state: bool = False
+    worker_hooks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _POSITIVE_INTEGERS:
@@ -102,11 +112,6 @@ class EngineConfig:
                 f"exact_vocab_size={self.exact_vocab_size} is not in [32, 256].",
                 "Choose a vocabulary in that range.",
             )
-        if self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size}: this engine has one rank.",
-                "Use tensor_parallel_size=1.",
-            )
         if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError(
                 "num_kv_blocks and kv_cache_memory_bytes are both given; each sizes the pool.",
@@ -114,6 +119,9 @@ class EngineConfig:
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed={self.seed!r} is not an integer.", "Give an integer.")
+        for name in ("worker_timeout_s", "worker_start_timeout_s"):
+            _check_seconds(name, getattr(self, name))
+        _check_worker_hooks(self.worker_hooks)
 
     @property
     def is_exact(self) -> bool:
@@ -144,6 +152,9 @@ class EngineConfig:
         for name in kwargs:
             if name not in known:
                 raise ConfigError(f"LLM has no argument {name!r}.", _suggest(name, known))
+        hooks = kwargs.get("worker_hooks")
+        if isinstance(hooks, list):  # as plain data from a file has it
+            kwargs = kwargs | {"worker_hooks": tuple(hooks)}
         return cls(model=model, **kwargs)
 
 
@@ -183,6 +194,20 @@ def _check_swap_space(blocks: int | None, num_bytes: int | None) -> None:
             "swap_space_blocks and swap_space_bytes are both given; each sizes the swap space.",
             "Give one of them.",
         )
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{name}={value!r} is not a time.", "Give seconds, more than 0.")
+
+
+def _check_worker_hooks(hooks: object) -> None:
+    if isinstance(hooks, tuple) and all(isinstance(hook, str) and ":" in hook for hook in hooks):
+        return
+    raise ConfigError(
+        f"worker_hooks={hooks!r} is not a tuple of import strings.",
+        'Give a tuple such as ("package.module:function",).',
+    )
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

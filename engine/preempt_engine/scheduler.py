@@ -16,7 +16,13 @@ from preempt_engine.block_manager import BlockManager
 from preempt_engine.config import EngineConfig, PreemptionMode
 from preempt_engine.observer import EngineObserver, PoolCounts, PoolState
 from preempt_engine.sequence import Request, RequestStatus, Sequence
-from preempt_engine.step import ScheduledSequence, SchedulerOutput, SequenceKey
+from preempt_engine.step import (
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceKey,
+    StateCheck,
+    state_checksum,
+)
 from preempt_engine.swapping import Swapper
 from preempt_engine.victims import ForcedPreemption, PreemptionController, choose_victim
 
@@ -189,6 +195,8 @@ class Scheduler:
             step.forks, self._forks = self._forks, []
             step.dropped, self._dropped = self._dropped, []
             step.poison_block_ids = self.blocks.take_blocks_to_poison()
+            if self.config.debug_worker_state:
+                step.state_check = self._state_check(step)
             self.counters.num_steps += bool(step.scheduled)
             self._step_in_flight = step.step_id
         return step
@@ -302,6 +310,7 @@ class Scheduler:
                 sequence.token_ids[sequence.num_sent_tokens :],
                 sequence.block_table[sequence.num_sent_blocks :],
                 sequence.num_stale_blocks,
+                sequence.full_logits,
             )
         )
         sequence.known_to_workers = True
@@ -378,6 +387,18 @@ class Scheduler:
                 step.step_id, sequence.key, sequence.block_table, num_shared[branch]
             )
         self.observer.swapped_in(step.step_id, request.request_id, pairs)
+
+    def _state_check(self, step: SchedulerOutput) -> StateCheck:
+        """What the workers must know after the step; taken from the sequences, not the deltas."""
+        scheduled = [
+            self.requests[item.key.request_id].sequences[item.key.branch] for item in step.scheduled
+        ]
+        return StateCheck(
+            num_sequences=sum(sequence.known_to_workers for sequence in self._sequences()),
+            checksums=[
+                state_checksum(sequence.token_ids, sequence.block_table) for sequence in scheduled
+            ],
+        )
 
     # Losing blocks ------------------------------------------------------------------------------
 

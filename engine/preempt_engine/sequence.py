@@ -41,6 +41,7 @@ class Sequence:
         num_prompt_tokens: the first so many are the prompt.
         first_wanted_logits: position of the first logits that nobody has seen yet; with
             `num_tokens` none are wanted.
+        full_logits: choosing or scoring its tokens takes whole rows of logits.
         num_computed_tokens: positions whose KV is in the cache, or in host blocks while the
             request is swapped out.
         block_table: block ids, in order of position.
@@ -63,6 +64,7 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     first_wanted_logits: int = 0
+    full_logits: bool = True
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     swapped_table: list[int] = field(default_factory=list)
@@ -123,6 +125,7 @@ class Sequence:
             token_ids=list(self.token_ids),
             num_prompt_tokens=self.num_prompt_tokens,
             first_wanted_logits=self.first_wanted_logits,
+            full_logits=self.full_logits,
             num_computed_tokens=self.num_computed_tokens,
             block_digests=list(self.block_digests),
             num_findable_blocks=self.num_findable_blocks,
@@ -206,6 +209,7 @@ class Request:
             token_ids=list(prompt_token_ids),
             num_prompt_tokens=num_prompt_tokens,
             first_wanted_logits=num_prompt_tokens - 1 if score_from is None else score_from,
+            full_logits=score_from is not None or not params.argmax_suffices,
         )
         return cls(
             request_id=request_id,

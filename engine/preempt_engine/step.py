@@ -11,6 +11,8 @@ knows tensors, processes or the scheduler.
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -47,6 +49,7 @@ class ScheduledSequence:
         num_stale_blocks: so many entries at the end of the worker's block table are cut off
             before `new_block_ids` are appended: the last one after a copy-on-write, all of them
             after a swap-in. 0 on `reset`.
+        full_logits: somebody reads whole rows; otherwise each row's argmax is enough.
     """
 
     key: SequenceKey
@@ -57,6 +60,7 @@ class ScheduledSequence:
     new_token_ids: list[int]
     new_block_ids: list[int]
     num_stale_blocks: int = 0
+    full_logits: bool = True
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -65,6 +69,24 @@ class ScheduledSequence:
     @property
     def num_logits(self) -> int:
         return self.end - self.logits_start
+
+
+@dataclass(slots=True)
+class StateCheck:
+    """What every worker must know once it has taken in the step (`debug_worker_state`).
+
+    Attributes:
+        num_sequences: how many sequences it keeps.
+        checksums: `state_checksum` of each scheduled sequence, in the order of `scheduled`.
+    """
+
+    num_sequences: int
+    checksums: list[int]
+
+
+def state_checksum(token_ids: Seq[int], block_table: Seq[int]) -> int:
+    """CRC-32 of all tokens and blocks of a sequence, and of where the ones end."""
+    return zlib.crc32(array("q", [len(token_ids), *token_ids, *block_table]))
 
 
 @dataclass(slots=True)
@@ -88,6 +110,7 @@ class SchedulerOutput:
             or any slot of a scheduled token, is written.
         scheduled: sequences to compute, in the order of their rows; may be empty.
         swap_out: (device block, host block) pairs.
+        state_check: what the worker must know by then, or None.
     """
 
     step_id: int
@@ -98,6 +121,7 @@ class SchedulerOutput:
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
+    state_check: StateCheck | None = None
 
     @property
     def has_work(self) -> bool:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import family_configs
 
 from preempt_engine.errors import ModelNotFoundError, UnsupportedModelError
 from preempt_engine.models.config import ModelConfig, RopeParameters, resolve_model
-from tiny_models import family_configs
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -224,5 +224,5 @@ def test_a_hub_id_without_network_is_explained(monkeypatch: pytest.MonkeyPatch) 
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(ModelNotFoundError, match="no route to host.*local directory"):
+    with pytest.raises(ModelNotFoundError, match=r"no route to host.*local directory"):
         resolve_model("some-org/some-model")

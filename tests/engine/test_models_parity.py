@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from tiny_models import (
     Driver,
     family_configs,
@@ -16,6 +15,8 @@ from tiny_models import (
     random_tokens,
     save_checkpoint,
 )
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 # Both sides are float32 with other orders of summation; measured at most 1e-5 on logits of
 # magnitude 6, so this leaves a factor of ten and is far below any error of the mathematics.
@@ -29,7 +30,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(
 ) -> None:
     reference = save_checkpoint(family_configs()[family], tmp_path)
     driver = Driver(make_runner(tmp_path, deterministic=deterministic))
-    prompts = {f"p{n}": random_tokens(n, seed=n) for n in (1, 4, 5, 23)}
+    prompts = {f"p{n}": random_tokens(n, seed=n) for n in (1, 5, 23)}
 
     # Logits of every position, computed as a chunk, a decode and another chunk.
     tokens = random_tokens(40, seed=0)
@@ -39,12 +40,12 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(
         expected = reference(torch.tensor([tokens])).logits[0].numpy()
     np.testing.assert_allclose(np.stack(rows), expected, rtol=0, atol=_TOLERANCE)
 
-    ours = greedy(driver, prompts, num_tokens=12)
+    ours = greedy(driver, prompts, num_tokens=8)
     for name, prompt in prompts.items():
         output = reference.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=12,
+            max_new_tokens=8,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,

@@ -209,7 +209,7 @@ def test_workers_forget_branches_that_ended() -> None:
         llm = engine()
     llm.generate(PROMPT, params(3), use_tqdm=False)
     llm.generate([1], params(1, max_tokens=1), use_tqdm=False)
-    assert len(runners[0]._state.sequences) == 1
+    assert len(runners[0].state.sequences) == 1
 
 
 @settings(max_examples=80)

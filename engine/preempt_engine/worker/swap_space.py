@@ -2,7 +2,8 @@
 
 Knows blocks by id only. A block lies in one piece on the host, all layers together, so that it
 moves in one copy whatever the number of layers; neighbours on the host move together. In between
-lies a buffer on the device, because a block's layers lie far apart there.
+lies a buffer on the device, because a block's layers lie far apart there; many blocks pass it in
+batches.
 
 On a GPU the host memory is pinned and blocks leave on a stream of their own, beside the step's
 computation; `SchedulerOutput` says why that is safe. `wait` makes the next step come after them.
@@ -10,7 +11,8 @@ computation; `SchedulerOutput` says why that is safe. `wait` makes the next step
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from torch import Tensor
 from preempt_engine.errors import ConfigError
 
 Pairs = Sequence[tuple[int, int]]
+
+BUFFER_BYTES = 64 * 2**20
 
 
 class SwapSpace:
@@ -35,6 +39,8 @@ class SwapSpace:
         self._pool = pool
         layers, kinds, _, *block = pool.shape
         shape = (num_host_blocks, layers, kinds, *block)
+        block_bytes = math.prod(shape[1:]) * pool.dtype.itemsize
+        self._batch = max(1, BUFFER_BYTES // block_bytes)
         pinned = pool.device.type == "cuda" and num_host_blocks > 0
         try:
             self._host = torch.empty(shape, dtype=pool.dtype, pin_memory=pinned)
@@ -48,24 +54,31 @@ class SwapSpace:
     def swap_out(self, pairs: Pairs) -> None:
         """Copy (device block, host block) pairs, perhaps beside what is launched next."""
         if self._stream is None:
-            self._copy_out(pairs)
+            self._for_batches(self._copy_out, pairs)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._pool.device))
         with torch.cuda.stream(self._stream):
-            self._copy_out(pairs)
+            self._for_batches(self._copy_out, pairs)
 
     def swap_in(self, pairs: Pairs) -> None:
         """Copy (host block, device block) pairs, before what is launched next."""
-        buffer = self._pool.new_empty((len(pairs), *self._host.shape[1:]))  # [N, layers, 2, ...]
-        for first, last, host in _runs([host for host, _ in pairs]):
-            buffer[first:last].copy_(self._host[host : host + last - first], non_blocking=True)
-        index = self._index([device for _, device in pairs])
-        self._pool.index_copy_(2, index, buffer.permute(1, 2, 0, 3, 4, 5))
+        self._for_batches(self._copy_in, pairs)
 
     def wait(self) -> None:
         """What is launched next comes after all copies so far."""
         if self._stream is not None:
             torch.cuda.current_stream(self._pool.device).wait_stream(self._stream)
+
+    def _for_batches(self, copy: Callable[[Pairs], None], pairs: Pairs) -> None:
+        for first in range(0, len(pairs), self._batch):
+            copy(pairs[first : first + self._batch])
+
+    def _copy_in(self, pairs: Pairs) -> None:
+        buffer = self._pool.new_empty((len(pairs), *self._host.shape[1:]))  # [N, layers, 2, ...]
+        for first, last, host in _runs([host for host, _ in pairs]):
+            buffer[first:last].copy_(self._host[host : host + last - first], non_blocking=True)
+        index = self._index([device for _, device in pairs])
+        self._pool.index_copy_(2, index, buffer.permute(1, 2, 0, 3, 4, 5))
 
     def _copy_out(self, pairs: Pairs) -> None:
         blocks = self._pool.index_select(2, self._index([device for device, _ in pairs]))
