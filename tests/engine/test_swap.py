@@ -28,7 +28,9 @@ def engine(**options: Any) -> LLM:
 
 
 def params(max_tokens: int = 12, **changes: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **changes)
+    return SamplingParams(
+        temperature=0.0, seed=0, max_tokens=max_tokens, ignore_eos=True, **changes
+    )
 
 
 def steps(llm: LLM, outputs: dict[str, RequestOutput]) -> Iterator[SchedulerOutput]:
@@ -163,7 +165,9 @@ def test_a_request_is_swapped_again_and_again() -> None:
     while llm.has_unfinished_requests():
         llm.preempt_request("0", "swap")
         advance(llm, 2)
-    assert llm.counters.num_preemptions == 8  # of 10 tokens, the first two and no other came in one stay
+    assert (
+        llm.counters.num_preemptions == 8
+    )  # of 10 tokens, the first two and no other came in one stay
     assert llm.counters.num_recomputed_tokens == 0
     assert_idle(llm)
 
@@ -297,3 +301,14 @@ def test_the_swap_space_is_sized(options: dict[str, Any], expected: int) -> None
 @given(st.randoms(use_true_random=False))
 def test_any_mix_of_requests_plans_and_modes_gives_the_closed_form(rng: Random) -> None:
     run_trial(draw_trial(rng))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_rank_swaps_copies_and_forks(seed: int) -> None:
+    """The output is the closed form of two ranks only if neither lost anything."""
+    rng = Random(seed)
+    trial = draw_trial(rng)
+    while len({type(case.params) for case in trial.cases}) < 2 or len(trial.forced) < 2:
+        trial = draw_trial(rng)
+    trial.options["tensor_parallel_size"] = 2
+    run_trial(trial)
