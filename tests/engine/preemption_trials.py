@@ -13,11 +13,11 @@ from random import Random
 from typing import Any
 
 import pytest
-from exact_reference import VOCAB_SIZE, Expected, expected_outputs
 
 from preempt_engine import LLM, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams
 from preempt_engine.observer import EngineObserver
 from preempt_engine.step import SchedulerOutput
+from tests.engine.exact_reference import VOCAB_SIZE, Expected, expected_outputs
 
 Params = SamplingParams | BeamSearchParams
 MAX_STEPS = 5000  # far beyond the few hundred that the largest trial takes

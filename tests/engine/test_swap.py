@@ -7,16 +7,22 @@ from random import Random
 from typing import Any
 
 import pytest
-from exact_reference import VOCAB_SIZE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preemption_trials import Case, assert_as_expected, assert_idle, draw_trial, run_trial
 
 from preempt_engine import LLM, RequestOutput, SamplingParams
 from preempt_engine.errors import ConfigError
 from preempt_engine.host_pool import HostPool
 from preempt_engine.observer import EngineObserver
 from preempt_engine.step import SchedulerOutput
+from tests.engine.exact_reference import VOCAB_SIZE
+from tests.engine.preemption_trials import (
+    Case,
+    assert_as_expected,
+    assert_idle,
+    draw_trial,
+    run_trial,
+)
 
 BLOCK = 4
 PROMPT = [5, 6, 7, 8, 9, 10]  # a block and a half
