@@ -13,11 +13,11 @@ from random import Random
 from typing import Any
 
 import pytest
-from exact_reference import VOCAB_SIZE, Expected, expected_outputs
 
 from preempt_engine import LLM, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams
 from preempt_engine.observer import EngineObserver
 from preempt_engine.step import SchedulerOutput
+from tests.engine.exact_reference import VOCAB_SIZE, Expected, expected_outputs
 
 Params = SamplingParams | BeamSearchParams
 MAX_STEPS = 5000  # far beyond the few hundred that the largest trial takes
@@ -169,7 +169,8 @@ def draw_params(rng: Random) -> Params:
 
 def run_trial(trial: Trial) -> Outcome:
     """Run it and assert that nobody noticed the preemptions."""
-    with LLM("exact", exact_vocab_size=VOCAB_SIZE, **trial.options) as llm:
+    options = {"exact_vocab_size": VOCAB_SIZE, "debug_worker_state": True} | trial.options
+    with LLM("exact", **options) as llm:
         observer = CountingObserver(llm)
         llm.set_observer(observer)
         outputs: dict[str, RequestOutput] = {}
@@ -186,7 +187,8 @@ def run_trial(trial: Trial) -> Outcome:
             step += 1
         assert_idle(llm)
         for index, case in enumerate(trial.cases):
-            assert_as_expected(case, outputs[str(index)].outputs)
+            num_ranks = llm.config.tensor_parallel_size
+            assert_as_expected(case, outputs[str(index)].outputs, num_ranks)
         counts = observer.counts
         counts["swapped blocks"] = llm.counters.num_swapped_out_blocks
         counts["trials with a preemption"] = bool(llm.counters.num_preemptions)
@@ -253,9 +255,9 @@ def assert_idle(llm: LLM) -> None:
     assert len(host.free_blocks) == host.num_blocks
 
 
-def assert_as_expected(case: Case, outputs: list[CompletionOutput]) -> None:
+def assert_as_expected(case: Case, outputs: list[CompletionOutput], num_ranks: int = 1) -> None:
     """Ids, log probabilities, reasons and scores; of what was aborted, its beginning."""
-    expected = expected_outputs(case.prompt, case.params)
+    expected = expected_outputs(case.prompt, case.params, num_ranks)
     assert len(outputs) == len(expected)
     for got, want in zip(outputs, expected, strict=True):
         if got.finish_reason == "abort":

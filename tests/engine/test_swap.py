@@ -7,16 +7,22 @@ from random import Random
 from typing import Any
 
 import pytest
-from exact_reference import VOCAB_SIZE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preemption_trials import Case, assert_as_expected, assert_idle, draw_trial, run_trial
 
 from preempt_engine import LLM, RequestOutput, SamplingParams
 from preempt_engine.errors import ConfigError
 from preempt_engine.host_pool import HostPool
 from preempt_engine.observer import EngineObserver
 from preempt_engine.step import SchedulerOutput
+from tests.engine.exact_reference import VOCAB_SIZE
+from tests.engine.preemption_trials import (
+    Case,
+    assert_as_expected,
+    assert_idle,
+    draw_trial,
+    run_trial,
+)
 
 BLOCK = 4
 PROMPT = [5, 6, 7, 8, 9, 10]  # a block and a half
@@ -28,7 +34,9 @@ def engine(**options: Any) -> LLM:
 
 
 def params(max_tokens: int = 12, **changes: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **changes)
+    return SamplingParams(
+        temperature=0.0, seed=0, max_tokens=max_tokens, ignore_eos=True, **changes
+    )
 
 
 def steps(llm: LLM, outputs: dict[str, RequestOutput]) -> Iterator[SchedulerOutput]:
@@ -325,3 +333,14 @@ def test_the_swap_space_is_sized(options: dict[str, Any], expected: int) -> None
 @given(st.randoms(use_true_random=False))
 def test_any_mix_of_requests_plans_and_modes_gives_the_closed_form(rng: Random) -> None:
     run_trial(draw_trial(rng))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_rank_swaps_copies_and_forks(seed: int) -> None:
+    """The output is the closed form of two ranks only if neither lost anything."""
+    rng = Random(seed)
+    trial = draw_trial(rng)
+    while len({type(case.params) for case in trial.cases}) < 2 or len(trial.forced) < 2:
+        trial = draw_trial(rng)
+    trial.options["tensor_parallel_size"] = 2
+    run_trial(trial)
