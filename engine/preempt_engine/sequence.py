@@ -172,14 +172,10 @@ class Request:
         sequences: its live branches by number; a branch that ended or was dropped is not there.
         num_seqs: sequences it counts for: `n` less the branches that ended, or the beam width.
         next_branch: number of the next fork; numbers are not used twice.
-<<<<<<< HEAD
         score_from: the first position whose logits are wanted to score the token after it; None
             scores nothing.
         num_to_score: how many positions from there on.
         reads_prompt: rows of its prompt are wanted, or no token after it.
-=======
-        score_from: for scoring, the first position whose logits are wanted; None generates.
->>>>>>> issue6
         host_blocks: while it is swapped out, block of a `swapped_table` -> host block with its
             content; None while it is not.
         num_preemptions: times it lost its blocks.
@@ -195,11 +191,8 @@ class Request:
     priority: int = 0
     next_branch: int = 1
     score_from: int | None = None
-<<<<<<< HEAD
     num_to_score: int = 0
     reads_prompt: bool = False
-=======
->>>>>>> issue6
     host_blocks: dict[int, int] | None = None
     status: RequestStatus = RequestStatus.WAITING
     num_preemptions: int = 0
@@ -236,11 +229,8 @@ class Request:
             num_seqs=params.num_sequences,
             priority=priority,
             score_from=score_from,
-<<<<<<< HEAD
             num_to_score=num_to_score,
             reads_prompt=score_from is not None or params.max_tokens == 0,
-=======
->>>>>>> issue6
         )
 
     @property

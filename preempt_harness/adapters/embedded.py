@@ -34,11 +34,7 @@ class EmbeddedAdapter:
     """Adapter "embedded"."""
 
     name = "embedded"
-<<<<<<< HEAD
     capabilities = protocol.CAPABILITIES
-=======
-    capabilities = protocol.CAPABILITIES - {protocol.PRIORITY}
->>>>>>> issue6
     models: tuple[str, ...] = (
         "exact",
         "tiny-llama",

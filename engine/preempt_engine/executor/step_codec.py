@@ -5,15 +5,9 @@ that computes one token, as decoding ones do, then costs 16 bytes whatever its l
 and re-prefilled sequences carry their token ids. Encoder and decoder keep the handles; both see
 every step, in order.
 
-<<<<<<< HEAD
     header   step  flags  singles  others  forks  dropped  poison  swap in  copies  swap out
              name bytes
     singles  4 words each:  handle  start  new token  new block
-=======
-    header   step  flags  decodes  others  forks  dropped  poison  swap in  copies  swap out
-             name bytes
-    decodes  4 words each:  handle  start  token  block
->>>>>>> issue6
     others   11 words each, then all their token ids, then all their block ids
     forks    3 words each:  parent's handle  child's handle  child's branch
     dropped  1 word each: handle        poison  1 word each
@@ -33,11 +27,7 @@ from preempt_engine.errors import WireProtocolError
 from preempt_engine.step import ScheduledSequence, SchedulerOutput, SequenceKey, StateCheck
 
 _NUM_COUNTS = 11
-<<<<<<< HEAD
 _SINGLE_WORDS = 4
-=======
-_DECODE_WORDS = 4
->>>>>>> issue6
 _OTHER_WORDS = 11
 _FORK_WORDS = 3
 
@@ -121,17 +111,10 @@ class StepEncoder:
     def _new_handle(self, key: SequenceKey) -> int:
         handle = self._handles[key] = self._next_handle
         self._next_handle += 1
-<<<<<<< HEAD
         assert self._next_handle <= _HANDLE
         return handle
 
     def _add_single(self, singles: list[int], item: ScheduledSequence) -> None:
-=======
-        assert self._next_handle < _DECODE_FULL_LOGITS
-        return handle
-
-    def _add_decode(self, decodes: list[int], item: ScheduledSequence) -> None:
->>>>>>> issue6
         handle = self._handles[item.key]
         if item.full_logits:
             handle |= _SINGLE_FULL_LOGITS
@@ -191,11 +174,7 @@ class StepDecoder:
             WireProtocolError: the body is no step, or names a sequence that was never sent.
         """
         reader = _Reader(body)
-<<<<<<< HEAD
         step_id, flags, num_singles, num_others, num_forks, *counts = reader.words(_NUM_COUNTS)
-=======
-        step_id, flags, num_decodes, num_others, num_forks, *counts = reader.words(_NUM_COUNTS)
->>>>>>> issue6
         num_dropped, num_poison, num_swap_in, num_copies, num_swap_out, num_name = counts
         reader.take_names(num_name)
         singles = reader.words(num_singles * _SINGLE_WORDS)
@@ -212,11 +191,7 @@ class StepDecoder:
             poison_block_ids=list(reader.words(num_poison)),
             swap_in=_pairs(reader.words(2 * num_swap_in)),
             block_copies=_pairs(reader.words(2 * num_copies)),
-<<<<<<< HEAD
             scheduled=self._in_rows(scheduled, singles, num_singles + num_others),
-=======
-            scheduled=self._in_rows(scheduled, decodes, num_decodes + num_others),
->>>>>>> issue6
             swap_out=_pairs(reader.words(2 * num_swap_out)),
         )
         if flags & _CHECKED:

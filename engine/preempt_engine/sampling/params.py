@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-<<<<<<< HEAD
 import json
 import math
 from collections.abc import Iterable, Mapping
-=======
-from collections.abc import Iterable
->>>>>>> issue6
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
