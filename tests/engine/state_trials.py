@@ -20,7 +20,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from preempt_engine import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from preempt_engine import (
+    LLM,
+    CompletionOutput,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from preempt_engine.observer import EngineObserver, PoolView
 from preempt_engine.sequence import Request
 from preempt_engine.step import SequenceKey
@@ -113,8 +119,11 @@ def random_trial(seed: int, features: Iterable[str] = FEATURES) -> Trial:
         for _ in range(source.randint(1, 5))
     ]
     arrivals.sort(key=lambda arrival: arrival.step)
-    longest = max(len(item.prompt_token_ids) + item.params.max_tokens for item in arrivals)
-    num_blocks = -(-longest // block_size) + source.randint(0, 4)
+    num_blocks = max(
+        item.params.n * -(-(len(item.prompt_token_ids) + item.params.max_tokens) // block_size)
+        for item in arrivals
+    )
+    num_blocks += source.randint(0, 4)
     names = [str(index) for index in range(len(arrivals))]
     steps = range(1, 40)
     return Trial(
@@ -124,7 +133,9 @@ def random_trial(seed: int, features: Iterable[str] = FEATURES) -> Trial:
             "num_kv_blocks": num_blocks,
             "block_size": block_size,
             "max_num_batched_tokens": source.choice((1, 3, 8, 64)),
-            "max_num_seqs": source.choice((1, 2, 8)),
+            "max_num_seqs": max(item.params.n for item in arrivals) + source.choice((0, 1, 7)),
+            "preemption_mode": source.choice(("recompute", "swap")),
+            "swap_space_blocks": source.choice((0, num_blocks // 2, 2 * num_blocks)),
             "enable_prefix_caching": source.random() < 0.7,
             "block_reuse_order": source.choice(("fifo", "lifo", "random")),
             "watermark": source.choice((0.0, 0.1)),
@@ -168,6 +179,7 @@ def _random_params(source: random.Random, features: list[str]) -> SamplingParams
         "temperature": 0.0,
         "ignore_eos": source.random() < 0.7,
         "max_tokens": source.choice((0, 1, 2, 5, 9, 17)),
+        "n": source.choice((1, 1, 2, 3)),
     }
     for feature in features:
         if source.random() < 0.6:
@@ -213,8 +225,8 @@ class Watcher(EngineObserver):
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.token_ids: dict[str, list[int]] = {}
-        self.text: dict[str, str] = {}
+        self.token_ids: dict[SequenceKey, list[int]] = {}
+        self.text: dict[SequenceKey, str] = {}
         self.num_first_hits: dict[str, int] = {}
 
     def tokens_delivered(
@@ -225,9 +237,8 @@ class Watcher(EngineObserver):
         logprobs: Sequence[dict[int, float]] | None,
         text: str,
     ) -> None:
-        name = key.request_id
-        self.token_ids.setdefault(name, []).extend(token_ids)
-        self.text[name] = self.text.get(name, "") + text
+        self.token_ids.setdefault(key, []).extend(token_ids)
+        self.text[key] = self.text.get(key, "") + text
 
     def blocks_allocated(
         self, step_id: int, key: SequenceKey, block_ids: Sequence[int], num_cached: int
@@ -341,12 +352,25 @@ def compare(trial: Trial, model: dict[str, Any] = EXACT) -> tuple[list[str], int
 
 
 def _differences(name: str, output: RequestOutput, expected: RequestOutput) -> Iterable[str]:
-    mine, other = output.outputs[0], expected.outputs[0]
+    for mine, other in zip(output.outputs, expected.outputs, strict=True):
+        yield from _branch_differences(f"request {name}.{mine.index}", mine, other)
+    was_aborted = any(branch.finish_reason == "abort" for branch in output.outputs)
+    known, wanted = output.prompt_logprobs, expected.prompt_logprobs
+    if was_aborted:
+        wanted = known and wanted and wanted[: len(known)]
+    if known != wanted:
+        yield f"request {name}: prompt_logprobs is {known}, undisturbed {wanted}"
+    if str(output.error) != str(expected.error) and not was_aborted:
+        yield f"request {name}: error is {output.error}, undisturbed {expected.error}"
+
+
+def _branch_differences(
+    name: str, mine: CompletionOutput, other: CompletionOutput
+) -> Iterable[str]:
     cut = len(mine.token_ids) if mine.finish_reason == "abort" else None
     pairs: list[tuple[str, Any, Any]] = [
         ("token_ids", mine.token_ids, other.token_ids[:cut]),
         ("logprobs", mine.logprobs, other.logprobs and other.logprobs[:cut]),
-        ("error", str(output.error), str(expected.error)),
     ]
     if cut is None:
         pairs += [
@@ -354,24 +378,21 @@ def _differences(name: str, output: RequestOutput, expected: RequestOutput) -> I
             ("finish_reason", mine.finish_reason, other.finish_reason),
             ("stop_reason", mine.stop_reason, other.stop_reason),
             ("cumulative_logprob", mine.cumulative_logprob, other.cumulative_logprob),
-            ("prompt_logprobs", output.prompt_logprobs, expected.prompt_logprobs),
         ]
-    else:
-        known = output.prompt_logprobs
-        pairs.append(("prompt_logprobs", known, known and expected.prompt_logprobs[: len(known)]))
     for what, got, wanted in pairs:
-        if got != wanted and not (cut is not None and what == "error"):
-            yield f"request {name}: {what} is {got}, undisturbed {wanted}"
+        if got != wanted:
+            yield f"{name}: {what} is {got}, undisturbed {wanted}"
 
 
 def _delivery_problems(name: str, output: RequestOutput, watcher: Watcher) -> Iterable[str]:
-    branch = output.outputs[0]
-    if watcher.token_ids.get(name, []) != branch.token_ids:
-        yield f"request {name}: {watcher.token_ids.get(name)} were delivered"
-    if watcher.text.get(name, "") != branch.text:
-        yield f"request {name}: the text {watcher.text.get(name)!r} was delivered"
-    if branch.logprobs is not None and len(branch.logprobs) != len(branch.token_ids):
-        yield f"request {name}: {len(branch.logprobs)} log probabilities"
+    for branch in output.outputs:
+        key = SequenceKey(name, branch.index)
+        if watcher.token_ids.get(key, []) != branch.token_ids:
+            yield f"{key}: {watcher.token_ids.get(key)} were delivered"
+        if watcher.text.get(key, "") != branch.text:
+            yield f"{key}: the text {watcher.text.get(key)!r} was delivered"
+        if branch.logprobs is not None and len(branch.logprobs) != len(branch.token_ids):
+            yield f"{key}: {len(branch.logprobs)} log probabilities"
     if output.num_cached_tokens != watcher.num_first_hits.get(name, 0):
         yield f"request {name}: num_cached_tokens is {output.num_cached_tokens}"
 
