@@ -81,9 +81,7 @@ class StepWatcher(EngineObserver):
     ) -> None:
         self.admitted.add(key.request_id)
 
-    def swapped_out(
-        self, step_id: int, request_id: str, pairs: Sequence[tuple[int, int]]
-    ) -> None:
+    def swapped_out(self, step_id: int, request_id: str, pairs: Sequence[tuple[int, int]]) -> None:
         self.is_copying = True
 
     def scheduled(self, step_id: int, key: SequenceKey, start: int, end: int) -> None:
@@ -181,9 +179,7 @@ class Simulation:
         num_branches = self.source.choice((1, 1, 1, 2, 3))
         self.llm.add_request(
             [1 + self.source.randrange(2) for _ in range(length)],
-            SamplingParams(
-                n=num_branches, temperature=0.5, max_tokens=max_tokens, ignore_eos=True
-            ),
+            SamplingParams(n=num_branches, temperature=0.5, max_tokens=max_tokens, ignore_eos=True),
             request_id=name,
             priority=self.source.choice((0, 1, 1, 1, 2, 3)),
         )
