@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from preempt_engine.executor.protocol import Runner
-    from preempt_engine.step import LogitsBatch, SchedulerOutput, SequenceKey
+    from preempt_engine.llm import LLM
+    from preempt_engine.step import LogitsBatch, SchedulerOutput, SequenceKey, StepHandle
 
 
 def kill() -> None:
@@ -138,16 +139,17 @@ def default_block_size(runner: Runner, argument: str) -> None:
         runner.state.block_size = 16
 
 
-def late_drops(runner: Runner, argument: str) -> None:
-    """ "rank": this rank hears of dropped sequences one step late."""
-    if runner.rank != int(argument):
+def late_frees(runner: Runner, argument: str) -> None:
+    """ "rank steps": this rank forgets and poisons what was freed so many steps late."""
+    rank, num_steps = map(int, argument.split())
+    if runner.rank != rank:
         return
     execute = runner.execute
-    late: list[SequenceKey] = []
+    late: list[tuple[list[SequenceKey], list[int]]] = [([], [])] * num_steps
 
     def wrapped(step: SchedulerOutput) -> LogitsBatch:
-        dropped, late[:] = list(late), step.dropped
-        step.dropped = dropped
+        late.append((step.dropped, step.poison_block_ids))
+        step.dropped, step.poison_block_ids = late.pop(0)
         return execute(step)
 
     _replace_execute(runner, wrapped)
@@ -180,6 +182,26 @@ def no_ids_on_resume(runner: Runner) -> None:
         return execute(step)
 
     _replace_execute(runner, wrapped)
+
+
+def send_all_ids(llm: LLM) -> None:
+    """Not a hook but a change of the driver: every step carries every id and block.
+
+    The costly remedy of `no_ids_on_resume`: outputs are right, and messages grow with the context.
+    """
+    executor = llm._executor
+    execute = executor.execute
+
+    def wrapped(step: SchedulerOutput) -> StepHandle:
+        for item in step.scheduled:
+            request = llm.scheduler.requests[item.key.request_id]
+            sequence = request.sequences[item.key.branch]
+            item.reset, item.num_stale_blocks = True, 0
+            item.new_token_ids = list(sequence.token_ids)
+            item.new_block_ids = list(sequence.block_table)
+        return execute(step)
+
+    executor.execute = wrapped  # type: ignore[method-assign]
 
 
 def _change_a_table(runner: Runner, step_id: int, change: Callable[[list[int]], None]) -> None:

@@ -508,6 +508,7 @@ class LLM:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError("This engine is closed.", "Build a new LLM.")
+        self._executor.check_usable()
 
     def _check_priority(self, priority: int) -> None:
         if priority != 0 and self.config.scheduling_policy != "priority":

@@ -40,7 +40,7 @@ from preempt_harness.record import (
 )
 
 FRAME_BYTES = 64
-SEQUENCE_BYTES = 32
+SEQUENCE_BYTES = 48
 ID_BYTES = 5
 WIDTH_BYTES = 12
 """Three numbers of a sequence, each 1 to 5 bytes wide."""
@@ -216,7 +216,7 @@ class _Bytes:
         self.listing = Listing()
         self._known: Counter[str] = Counter()
         self._admitted: set[str] = set()
-        self._dropped: set[str] = set()
+        self._untold: set[str] = set()  # dropped or forked since the last message
         self._messages: dict[int, _Message] = {}
         self._sent: dict[int, list[StepSent]] = {}
         self._least: dict[tuple[int, int], StepSent] = {}
@@ -232,8 +232,10 @@ class _Bytes:
             message.names.add(event.seq)
             message.steady = False
         elif isinstance(event, BlocksFreed):
-            self._dropped.add(event.seq)
+            self._untold.add(event.seq)
             self._admitted.discard(event.seq)
+        elif isinstance(event, Forked):
+            self._untold.add(event.child)
         elif isinstance(event, Scheduled):
             self._schedule(event, message)
         elif isinstance(event, BlocksPoisoned):
@@ -244,6 +246,10 @@ class _Bytes:
             message.steady = False
         elif isinstance(event, StepSent):
             self._sent.setdefault(event.step, []).append(event)
+            if self._untold:
+                message.names |= self._untold
+                message.steady = False
+                self._untold = set()
         elif isinstance(event, StepDone):
             for sent in self._sent.pop(event.step, []):
                 self._judge(sent, message)
@@ -260,10 +266,6 @@ class _Bytes:
             message.steady = False
         else:
             message.num_ids += num_tokens
-        if self._dropped:
-            message.names |= self._dropped
-            message.steady = False
-            self._dropped.clear()
 
     def _judge(self, sent: StepSent, message: _Message) -> None:
         self.listing.count("messages judged")

@@ -116,7 +116,7 @@ def test_an_error_of_the_engine_keeps_its_class_across_processes() -> None:
 
 
 @pytest.mark.parametrize(
-    "hook", ["lost_block:1 2", "exchanged_blocks:1 2", "late_drops:1"], ids=lambda hook: hook[:9]
+    "hook", ["lost_block:1 2", "exchanged_blocks:1 2", "late_frees:1 1"], ids=lambda hook: hook[:9]
 )
 def test_a_rank_that_drifts_is_found_where_it_drifts(hook: str) -> None:
     """With `debug_worker_state`, by its checksum and in that very step; without, by nobody here."""
@@ -126,7 +126,7 @@ def test_a_rank_that_drifts_is_found_where_it_drifts(hook: str) -> None:
     ):
         generate(llm)
     assert caught.value.rank == 1
-    if hook.endswith(" 2"):
+    if hook.endswith("1 2"):
         assert "Step 2" in str(caught.value)
         assert "sequence 0.0" in str(caught.value)
 

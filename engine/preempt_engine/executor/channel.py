@@ -7,7 +7,7 @@ from collections import deque
 
 from preempt_engine.executor.wire import Frame, FrameBuffer
 
-_CHUNK = 1 << 18
+_CHUNK = 1 << 16
 
 
 class Channel:

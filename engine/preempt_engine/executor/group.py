@@ -76,16 +76,20 @@ class WorkerGroup:
         """Of the workers, by rank."""
         return [worker.process.pid for worker in self._workers]
 
+    def check_usable(self) -> None:
+        """Raises EngineClosedError, with the reason, if the workers are gone."""
+        if self._why_unusable is not None:
+            raise EngineClosedError(
+                f"The workers of this engine are gone: {self._why_unusable}", "Build a new LLM."
+            )
+
     def broadcast(self, kind: MessageKind, body: bytes) -> int:
         """Send the same message to every rank; never waits. Returns its size in bytes.
 
         Raises:
             EngineClosedError: the workers are gone.
         """
-        if self._why_unusable is not None:
-            raise EngineClosedError(
-                f"The workers of this engine are gone: {self._why_unusable}", "Build a new LLM."
-            )
+        self.check_usable()
         frame = make_frame(kind, body)
         for worker in self._workers:
             worker.channel.queue(frame)

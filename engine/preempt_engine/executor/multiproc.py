@@ -70,6 +70,10 @@ class MultiprocExecutor:
         self.eos_token_ids = frozenset(ready.eos_token_ids)
         self._codec = select_share_codec(config, self.vocab_size)
 
+    def check_usable(self) -> None:
+        """Raises EngineClosedError if the workers are gone."""
+        self._group.check_usable()
+
     def execute(self, step: SchedulerOutput) -> SentStep:
         """Send the step to every rank; does not wait."""
         body = self._encoder.encode(step, report=self._observer is not None)

@@ -51,6 +51,10 @@ class Executor(Protocol):
         """Of the processes that the executor has started, by rank."""
         ...
 
+    def check_usable(self) -> None:
+        """Raises EngineClosedError if ranks are gone, which ended the step that noticed it."""
+        ...
+
     def execute(self, step: SchedulerOutput) -> StepHandle:
         """Launch a step; its handle waits for the logits."""
         ...

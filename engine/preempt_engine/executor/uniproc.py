@@ -40,6 +40,9 @@ class UniprocExecutor:
         """None: the rank is this process."""
         return []
 
+    def check_usable(self) -> None:
+        """Always: there is no process to lose."""
+
     def execute(self, step: SchedulerOutput) -> FinishedStep:
         """Run the step."""
         if self._observer is not None:

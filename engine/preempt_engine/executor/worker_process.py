@@ -40,7 +40,7 @@ from preempt_engine.worker.hooks import run_worker_hooks
 if TYPE_CHECKING:
     from preempt_engine.executor.protocol import Runner
 
-_CHUNK = 1 << 18
+_CHUNK = 1 << 16
 
 
 class DriverGoneError(Exception):
