@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from preempt_harness.adapters import protocol
+from preempt_harness.adapters.embedded_pool import EnginePool
 from preempt_harness.adapters.protocol import EngineSettings, KnownIssue, SessionInfo
 from preempt_harness.admission import AdmissionModel
+from preempt_harness.errors import HarnessError
+from preempt_harness.processors import PROCESSORS
 from preempt_harness.record import AnyEvent, RequestResult, Score, SequenceOutput
-from preempt_harness.workload import RequestSpec, SamplingSpec
+from preempt_harness.workload import BeamSpec, RequestSpec, SamplingSpec
 
 if TYPE_CHECKING:
     from preempt_engine import LLM, BeamSearchParams, RequestOutput, SamplingParams
@@ -23,11 +26,15 @@ if TYPE_CHECKING:
 _NEEDS_ENGINE = 'pip install "preempt-harness[engine]"'
 
 
+class UnsupportedSamplingError(HarnessError):
+    """Sampling parameters that the engine does not combine."""
+
+
 class EmbeddedAdapter:
     """Adapter "embedded"."""
 
     name = "embedded"
-    capabilities = protocol.CAPABILITIES - {protocol.PRIORITY}
+    capabilities = protocol.CAPABILITIES
     models: tuple[str, ...] = (
         "exact",
         "tiny-llama",
@@ -70,13 +77,24 @@ class EmbeddedAdapter:
         """The exact model needs nothing more; torch is asked for when a checkpoint is opened."""
         return None
 
+    def __init__(self) -> None:
+        self._pool = EnginePool()
+
+    def kept_process_ids(self) -> frozenset[int]:
+        """Of tensor-parallel engines that wait for the next session."""
+        return self._pool.process_ids()
+
+    def close_kept(self) -> None:
+        """Close engines that wait for the next session."""
+        self._pool.close()
+
     def open(self, settings: EngineSettings) -> EmbeddedSession:
-        """Build the engine.
+        """Build the engine, or take a kept one.
 
         Raises:
             preempt_engine.errors.EngineError: the settings cannot be honoured.
         """
-        return EmbeddedSession(settings)
+        return EmbeddedSession(settings, self._pool)
 
 
 class EmbeddedSession:
@@ -85,16 +103,17 @@ class EmbeddedSession:
     Args:
         settings: what the trial asks for; `options` are arguments of `LLM`, and
             "record_pool_every": a full `PoolState` every so many steps (16).
+        pool: where the engine comes from and goes.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
-        from preempt_engine import LLM
+    def __init__(self, settings: EngineSettings, pool: EnginePool) -> None:
         from preempt_harness.adapters.embedded_observer import RecordingObserver
 
         options = dict(settings.options)
         pool_every = options.pop("record_pool_every", 16)
         config = _llm_arguments(settings, options)
-        self.llm: LLM = LLM(**config)
+        self._pool = pool
+        self.llm: LLM = pool.take(config)
         self._observer = RecordingObserver(pool_every=pool_every)
         self.llm.set_observer(self._observer)
         self._outputs: dict[str, RequestOutput] = {}
@@ -114,7 +133,10 @@ class EmbeddedSession:
     def submit(self, request: RequestSpec) -> None:
         """Queue the request."""
         self.llm.add_request(
-            request.prompt_token_ids, _params(request.sampling), request_id=request.id
+            request.prompt_token_ids,
+            _params(request.sampling),
+            request_id=request.id,
+            priority=request.priority,
         )
         self._unfinished.add(request.id)
 
@@ -143,9 +165,10 @@ class EmbeddedSession:
         return {request: _result(output) for request, output in self._outputs.items()}
 
     def close(self) -> Sequence[AnyEvent]:
-        """Close the engine; the last event is the final state of the pool."""
+        """Let the engine go; the last event is the final state of the pool."""
         self._observer.record_pool(self.llm.scheduler.next_step_id, self.llm.scheduler)
-        self.llm.close()
+        self.llm.set_observer(None)
+        self._pool.give_back(self.llm)
         return self._observer.take_events()
 
     def preempt(self, request: str, mode: str) -> None:
@@ -165,6 +188,14 @@ class EmbeddedSession:
     def reset_prefix_cache(self) -> None:
         """Forget cached content."""
         self.llm.reset_prefix_cache()
+
+    def reset_running_requests(self) -> None:
+        """Preempt all that run, then forget cached content."""
+        self.llm.reset_prefix_cache(reset_running_requests=True)
+
+    def set_priority(self, request: str, priority: int) -> None:
+        """Give an unfinished request another priority."""
+        self.llm.set_priority(request, priority)
 
     def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> list[Score]:
         """Teacher-forced scores; their events are not part of the trial."""
@@ -194,19 +225,54 @@ _SAMPLING_FIELDS = (
     "stop",
     "stop_token_ids",
     "logprobs",
+    "prompt_logprobs",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "bad_words",
 )
 
 
-def _params(spec: SamplingSpec) -> SamplingParams | BeamSearchParams:
-    from preempt_engine import BeamSearchParams, SamplingParams
+_BEAM_FIELDS = frozenset({"beam", "max_tokens", "ignore_eos", "stop_token_ids"})
 
-    if spec.beam is None:
-        return SamplingParams(**{name: getattr(spec, name) for name in _SAMPLING_FIELDS})
+
+def _params(spec: SamplingSpec) -> SamplingParams | BeamSearchParams:
+    return _sampling_params(spec) if spec.beam is None else _beam_params(spec, spec.beam)
+
+
+def _sampling_params(spec: SamplingSpec) -> SamplingParams:
+    from preempt_engine import SamplingParams, StructuredOutputsParams
+
+    structured_outputs = None
+    if spec.json_schema is not None or spec.regex is not None:
+        structured_outputs = StructuredOutputsParams(json=spec.json_schema, regex=spec.regex)
+    return SamplingParams(
+        **{name: getattr(spec, name) for name in _SAMPLING_FIELDS},
+        logits_processors=tuple(PROCESSORS[name]() for name in spec.logits_processors),
+        structured_outputs=structured_outputs,
+    )
+
+
+def _beam_params(spec: SamplingSpec, beam: BeamSpec) -> BeamSearchParams:
+    from preempt_engine import BeamSearchParams
+
+    plain = SamplingSpec()
+    unknown = [
+        name
+        for name in spec.__struct_fields__
+        if name not in _BEAM_FIELDS and getattr(spec, name) != getattr(plain, name)
+    ]
+    if unknown:
+        raise UnsupportedSamplingError(
+            f"The embedded engine's beam search knows no {', '.join(unknown)}.",
+            "Leave them out, or sample with n instead of beam.",
+        )
     return BeamSearchParams(
-        beam_width=spec.beam.num_beams,
+        beam_width=beam.num_beams,
         max_tokens=spec.max_tokens,
-        length_penalty=spec.beam.length_penalty,
-        early_stopping=cast("bool | Literal['never']", spec.beam.early_stopping),
+        length_penalty=beam.length_penalty,
+        early_stopping=cast("bool | Literal['never']", beam.early_stopping),
         ignore_eos=spec.ignore_eos,
         stop_token_ids=spec.stop_token_ids,
     )
@@ -227,6 +293,8 @@ def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[st
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "max_num_seqs": settings.max_num_seqs,
         "max_model_len": settings.max_model_len,
+        "scheduling_policy": settings.scheduling_policy,
+        "max_waiting_requests": settings.max_waiting_requests,
         "watermark": settings.watermark,
         "enable_prefix_caching": settings.enable_prefix_caching,
         "seed": settings.seed,
@@ -287,6 +355,7 @@ def _result(output: RequestOutput) -> RequestResult:
         error=str(output.error or ""),
         num_cached_tokens=output.num_cached_tokens,
         num_preemptions=output.num_preemptions,
+        prompt_logprobs=output.prompt_logprobs,
     )
 
 

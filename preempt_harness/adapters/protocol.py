@@ -9,7 +9,7 @@ pretended.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -24,6 +24,7 @@ HOLD_BLOCKS = "hold_blocks"
 ABORT = "abort"
 SCORE = "score"
 RESET_PREFIX_CACHE = "reset_prefix_cache"
+RESET_RUNNING_REQUESTS = "reset_running_requests"
 # What the engine does.
 RECOMPUTE = "recompute"  # preempts by recompute
 SWAP = "swap"  # preempts by swap
@@ -37,9 +38,17 @@ BLOCK_SIZE = "block_size"  # any block size; otherwise `block_sizes` of the adap
 BLOCK_REUSE_ORDER = "block_reuse_order"
 POISON = "poison"
 TENSOR_PARALLEL = "tensor_parallel"
-PRIORITY = "priority"
+PRIORITY = "priority"  # `scheduling_policy`, and `set_priority`
 PARALLEL_SAMPLING = "parallel_sampling"  # several outputs of one prompt: `n`
 BEAM_SEARCH = "beam_search"
+QUEUE_LIMIT = "queue_limit"
+PROMPT_LOGPROBS = "prompt_logprobs"
+PENALTIES = "penalties"  # repetition, presence, frequency
+LOGIT_BIAS = "logit_bias"
+BAD_WORDS = "bad_words"
+LOGITS_PROCESSORS = "logits_processors"
+STRUCTURED_OUTPUTS = "structured_outputs"  # JSON schema and regular expression
+PROMPT_ONLY = "prompt_only"  # `max_tokens` of 0
 
 CAPABILITIES = frozenset(
     {
@@ -49,6 +58,7 @@ CAPABILITIES = frozenset(
         ABORT,
         SCORE,
         RESET_PREFIX_CACHE,
+        RESET_RUNNING_REQUESTS,
         RECOMPUTE,
         SWAP,
         PREFIX_CACHING,
@@ -64,6 +74,14 @@ CAPABILITIES = frozenset(
         PRIORITY,
         PARALLEL_SAMPLING,
         BEAM_SEARCH,
+        QUEUE_LIMIT,
+        PROMPT_LOGPROBS,
+        PENALTIES,
+        LOGIT_BIAS,
+        BAD_WORDS,
+        LOGITS_PROCESSORS,
+        STRUCTURED_OUTPUTS,
+        PROMPT_ONLY,
     }
 )
 
@@ -78,6 +96,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         max_num_batched_tokens: token budget of a step.
         max_num_seqs: most requests that run at once.
         max_model_len: most tokens of a request; None takes the model's limit.
+        scheduling_policy: "fcfs", or "priority" (needs `PRIORITY`).
+        max_waiting_requests: most requests in the waiting queue when one arrives (needs
+            `QUEUE_LIMIT`); None sets no limit.
         watermark: share of the pool that admission leaves free.
         enable_prefix_caching: whether full blocks can be found again.
         seed: of the engine.
@@ -93,6 +114,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
     max_model_len: int | None = None
+    scheduling_policy: str = "fcfs"
+    max_waiting_requests: int | None = None
     watermark: float = 0.0
     enable_prefix_caching: bool = True
     seed: int = 0
@@ -173,6 +196,14 @@ class Session(Protocol):
         """Forget cached content; needs `RESET_PREFIX_CACHE`."""
         ...
 
+    def reset_running_requests(self) -> None:
+        """Preempt all that run, then forget cached content; needs `RESET_RUNNING_REQUESTS`."""
+        ...
+
+    def set_priority(self, request: str, priority: int) -> None:
+        """Give an unfinished request another priority; needs `PRIORITY`."""
+        ...
+
     def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> list[Score]:
         """Teacher-forced scores of a continuation; needs `SCORE`."""
         ...
@@ -207,6 +238,19 @@ class KnownIssue(msgspec.Struct, frozen=True, kw_only=True):
     scenario: str
     versions: str
     link: str
+
+
+@runtime_checkable
+class KeepsEngines(Protocol):
+    """An adapter that keeps engines between sessions, because starting them takes long."""
+
+    def kept_process_ids(self) -> frozenset[int]:
+        """Processes of engines that wait for the next session; no leak of a test."""
+        ...
+
+    def close_kept(self) -> None:
+        """Close engines that wait for the next session."""
+        ...
 
 
 class EngineAdapter(Protocol):

@@ -30,17 +30,27 @@ class Case:
     prompt: list[int]
     params: Params
     arrival_step: int = 0
+    priority: int = 0
     abort_step: int | None = None
 
 
 @dataclass
 class Trial:
-    """What to run. `forced` is step -> (request, mode); `held` is step -> blocks to withhold."""
+    """What to run.
+
+    Attributes:
+        forced: step -> (request, mode).
+        held: step -> blocks to withhold.
+        priorities: step -> (request, its new priority).
+        resets: steps before which the cache is reset and what runs is preempted.
+    """
 
     options: dict[str, Any]
     cases: list[Case]
     forced: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
     held: dict[int, int] = field(default_factory=dict)
+    priorities: dict[int, tuple[int, int]] = field(default_factory=dict)
+    resets: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -106,7 +116,16 @@ def draw_trial(rng: Random) -> Trial:
     if rng.random() < 0.2:
         start = rng.randint(1, 15)
         held = {start: rng.randint(1, num_blocks), start + rng.randint(1, 6): 0}
-    return Trial(options, cases, forced, held)
+    trial = Trial(options, cases, forced, held)
+    if rng.random() < 0.2:
+        trial.resets = {rng.randint(1, 20) for _ in range(2)}
+    if rng.random() < 0.5:
+        options["scheduling_policy"] = "priority"
+        for case in cases:
+            case.priority = rng.randrange(3)
+        for _ in range(rng.choice([0, 0, 3])):
+            trial.priorities[rng.randint(1, 20)] = rng.randrange(len(cases)), rng.randrange(3)
+    return trial
 
 
 def draw_case(rng: Random, base: list[int], block_size: int) -> Case:
@@ -209,7 +228,7 @@ def _last_action(trial: Trial) -> int:
 def _act(llm: LLM, trial: Trial, step: int, outputs: dict[str, RequestOutput]) -> None:
     for index, case in enumerate(trial.cases):
         if case.arrival_step == step:
-            llm.add_request(case.prompt, case.params, request_id=str(index))
+            llm.add_request(case.prompt, case.params, request_id=str(index), priority=case.priority)
         if case.abort_step == step and case.arrival_step < step:
             aborted = llm.abort_request(str(index))
             if aborted is not None:
@@ -217,6 +236,12 @@ def _act(llm: LLM, trial: Trial, step: int, outputs: dict[str, RequestOutput]) -
             llm.scheduler.check_integrity()
     for index, mode in trial.forced.get(step, ()):
         llm.preempt_request(str(index), mode)  # type: ignore[arg-type]
+    if step in trial.priorities:
+        index, priority = trial.priorities[step]
+        llm.set_priority(str(index), priority)
+    if step in trial.resets:
+        llm.reset_prefix_cache(reset_running_requests=True)
+        llm.scheduler.check_integrity()
     if step in trial.held:
         llm.hold_blocks(trial.held[step])
 

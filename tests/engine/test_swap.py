@@ -104,6 +104,32 @@ def test_reserved_blocks_that_hold_nothing_yet_are_not_copied() -> None:
     assert_as_expected(Case(list(range(1, 30)), params()), outputs["0"].outputs)
 
 
+@pytest.mark.parametrize("within", [False, True], ids=["between steps", "in flight"])
+def test_a_reset_of_running_requests_takes_back_what_was_swapped_out(within: bool) -> None:
+    """Nothing computed before the reset is read after it, from the host neither."""
+    llm = engine(debug_worker_state=True)
+    case = Case(PROMPT, SamplingParams(n=3, seed=3, max_tokens=12, ignore_eos=True))
+    llm.add_request(case.prompt, case.params)
+    advance(llm, 3)
+    llm.preempt_request("0", "swap")
+    step = llm.schedule()
+    assert step is not None
+    assert step.swap_out
+    handle = llm.execute(step)
+    if within:
+        llm.reset_prefix_cache(reset_running_requests=True)
+    llm.update(step, handle.result())
+    if not within:
+        llm.reset_prefix_cache(reset_running_requests=True)
+    llm.scheduler.check_integrity()
+    outputs = run_to_end(llm)
+    assert llm.counters.num_swapped_in_blocks == 0
+    assert llm.counters.num_preemptions == outputs["0"].num_preemptions == 2
+    # Of 8 positions of each branch: the full block of the prompt once, the others each.
+    assert llm.counters.num_recomputed_tokens == 4 + 3 * 4
+    assert_as_expected(case, outputs["0"].outputs)
+
+
 def test_tokens_are_not_sent_to_workers_again() -> None:
     llm = engine()
     llm.add_request(PROMPT, params())

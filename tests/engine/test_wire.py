@@ -23,8 +23,6 @@ from preempt_engine.executor.wire import (
     PoisonedReport,
     Ready,
     StepDone,
-    SwappedInReport,
-    SwappedOutReport,
     decode_body,
     decode_step_done,
     encode_body,
@@ -34,6 +32,8 @@ from preempt_engine.executor.wire import (
 from preempt_engine.step import ScheduledSequence, SchedulerOutput, SequenceKey, StateCheck
 
 _WORDS = st.integers(0, 2**32 - 1)
+# The word that stands for "none" is no id of a token or a block.
+_IDS = st.integers(0, 2**32 - 2)
 _POSITIONS = st.integers(0, 2**31 - 2)
 
 
@@ -47,9 +47,8 @@ def _items(draw: st.DrawFn, key: SequenceKey, known: bool) -> ScheduledSequence:
         end=end,
         logits_start=draw(st.sampled_from([start, end])),
         reset=not known or draw(st.booleans()),
-        new_token_ids=draw(st.lists(_WORDS, max_size=3)),
-        # The word that stands for "no block" is no block id: pools are smaller.
-        new_block_ids=draw(st.lists(st.integers(0, 2**32 - 2), max_size=3)),
+        new_token_ids=draw(st.lists(_IDS, max_size=3)),
+        new_block_ids=draw(st.lists(_IDS, max_size=3)),
         num_stale_blocks=draw(st.integers(0, 2)),
         full_logits=draw(st.booleans()),
     )
@@ -235,8 +234,6 @@ def test_answers_arrive_with_their_reports() -> None:
         [
             PoisonedReport([1]),
             CopiedReport([(1, 2)]),
-            SwappedOutReport([(1, 2)]),
-            SwappedInReport([(2, 3)]),
             ComputedReport("r", 1, 2, [3], [4], [5], 6),
         ],
     )

@@ -1,12 +1,13 @@
 """The message of a step: `SchedulerOutput` as packed 32-bit words (docs/worker-protocol.md).
 
-A sequence is named once, when it is new to the workers; later steps carry a handle. A decoding
-sequence then costs 16 bytes whatever its length, and only new and re-prefilled sequences carry
-their token ids. Encoder and decoder keep the handles; both see every step, in order.
+A sequence is named once, when it is new to the workers; later steps carry a handle. A sequence
+that computes one token, as decoding ones do, then costs 16 bytes whatever its length, and only new
+and re-prefilled sequences carry their token ids. Encoder and decoder keep the handles; both see
+every step, in order.
 
-    header   step  flags  decodes  others  forks  dropped  poison  swap in  copies  swap out
+    header   step  flags  singles  others  forks  dropped  poison  swap in  copies  swap out
              name bytes
-    decodes  4 words each:  handle  start  token  block
+    singles  4 words each:  handle  start  new token  new block
     others   11 words each, then all their token ids, then all their block ids
     forks    3 words each:  parent's handle  child's handle  child's branch
     dropped  1 word each: handle        poison  1 word each
@@ -14,7 +15,7 @@ their token ids. Encoder and decoder keep the handles; both see every step, in o
     check    number of sequences, then 1 word per scheduled sequence; only with its flag
     names    UTF-8, one after another
 
-Rows keep their order: each of the others carries its row, decodes fill the rows that are left.
+Rows keep their order: each of the others carries its row, singles fill the rows that are left.
 """
 
 from __future__ import annotations
@@ -26,19 +27,22 @@ from preempt_engine.errors import WireProtocolError
 from preempt_engine.step import ScheduledSequence, SchedulerOutput, SequenceKey, StateCheck
 
 _NUM_COUNTS = 11
-_DECODE_WORDS = 4
+_SINGLE_WORDS = 4
 _OTHER_WORDS = 11
 _FORK_WORDS = 3
 
 # Flags of the step.
 _REPORT = 1
 _CHECKED = 2
-# Flags of a sequence that is not one of the decodes.
+# Flags of the others.
 _RESET = 1
 _FULL_LOGITS = 2
-# A decode has no word for flags: whole rows are asked for by the top bit of its handle.
-_DECODE_FULL_LOGITS = 1 << 31
-_NO_BLOCK = (1 << 32) - 1
+# A single has no word for flags; they are the top bits of its handle.
+_SINGLE_FULL_LOGITS = 1 << 31
+_SINGLE_NO_LOGITS = 1 << 30
+_HANDLE = _SINGLE_NO_LOGITS - 1
+# In place of a token or block that is not there: neither has so large an id.
+_NONE = (1 << 32) - 1
 
 
 class StepEncoder:
@@ -61,14 +65,14 @@ class StepEncoder:
         """
         forks = [word for parent, child in step.forks for word in self._fork(parent, child)]
         dropped = [self._handles.pop(key) for key in step.dropped]
-        decodes: list[int] = []
+        singles: list[int] = []
         others: list[int] = []
         token_ids: list[int] = []
         block_ids: list[int] = []
         names: list[bytes] = []
         for row, item in enumerate(step.scheduled):
-            if _is_decode(item):
-                self._add_decode(decodes, item)
+            if _is_single(item):
+                self._add_single(singles, item)
                 continue
             others += (row, *self._describe(item, names))
             token_ids += item.new_token_ids
@@ -77,7 +81,7 @@ class StepEncoder:
         words = [
             step.step_id,
             report * _REPORT | (check is not None) * _CHECKED,
-            len(decodes) // _DECODE_WORDS,
+            len(singles) // _SINGLE_WORDS,
             len(others) // _OTHER_WORDS,
             len(step.forks),
             len(dropped),
@@ -86,7 +90,7 @@ class StepEncoder:
             len(step.block_copies),
             len(step.swap_out),
             sum(map(len, names)),
-            *decodes,
+            *singles,
             *others,
             *token_ids,
             *block_ids,
@@ -107,18 +111,21 @@ class StepEncoder:
     def _new_handle(self, key: SequenceKey) -> int:
         handle = self._handles[key] = self._next_handle
         self._next_handle += 1
-        assert self._next_handle < _DECODE_FULL_LOGITS
+        assert self._next_handle <= _HANDLE
         return handle
 
-    def _add_decode(self, decodes: list[int], item: ScheduledSequence) -> None:
+    def _add_single(self, singles: list[int], item: ScheduledSequence) -> None:
         handle = self._handles[item.key]
         if item.full_logits:
-            handle |= _DECODE_FULL_LOGITS
-        block = item.new_block_ids[0] if item.new_block_ids else _NO_BLOCK
-        decodes += (handle, item.start, item.new_token_ids[0], block)
+            handle |= _SINGLE_FULL_LOGITS
+        if not item.num_logits:
+            handle |= _SINGLE_NO_LOGITS
+        token = item.new_token_ids[0] if item.new_token_ids else _NONE
+        block = item.new_block_ids[0] if item.new_block_ids else _NONE
+        singles += (handle, item.start, token, block)
 
     def _describe(self, item: ScheduledSequence, names: list[bytes]) -> tuple[int, ...]:
-        """All words but the first of a sequence that is no decode; its name goes to `names`."""
+        """All words but the first of one of the others; its name goes to `names`."""
         name = b""
         if item.reset:
             name = item.key.request_id.encode()
@@ -139,12 +146,12 @@ class StepEncoder:
         )
 
 
-def _is_decode(item: ScheduledSequence) -> bool:
+def _is_single(item: ScheduledSequence) -> bool:
     return (
         not item.reset
         and item.end == item.start + 1
-        and item.logits_start == item.start
-        and len(item.new_token_ids) == 1
+        and item.start <= item.logits_start <= item.end
+        and len(item.new_token_ids) <= 1
         and len(item.new_block_ids) <= 1
         and not item.num_stale_blocks
     )
@@ -167,10 +174,10 @@ class StepDecoder:
             WireProtocolError: the body is no step, or names a sequence that was never sent.
         """
         reader = _Reader(body)
-        step_id, flags, num_decodes, num_others, num_forks, *counts = reader.words(_NUM_COUNTS)
+        step_id, flags, num_singles, num_others, num_forks, *counts = reader.words(_NUM_COUNTS)
         num_dropped, num_poison, num_swap_in, num_copies, num_swap_out, num_name = counts
         reader.take_names(num_name)
-        decodes = reader.words(num_decodes * _DECODE_WORDS)
+        singles = reader.words(num_singles * _SINGLE_WORDS)
         others = reader.words(num_others * _OTHER_WORDS)
         num_token_ids, num_block_ids = sum(others[6::_OTHER_WORDS]), sum(others[7::_OTHER_WORDS])
         token_ids, block_ids = reader.words(num_token_ids), reader.words(num_block_ids)
@@ -184,12 +191,12 @@ class StepDecoder:
             poison_block_ids=list(reader.words(num_poison)),
             swap_in=_pairs(reader.words(2 * num_swap_in)),
             block_copies=_pairs(reader.words(2 * num_copies)),
-            scheduled=self._in_rows(scheduled, decodes, num_decodes + num_others),
+            scheduled=self._in_rows(scheduled, singles, num_singles + num_others),
             swap_out=_pairs(reader.words(2 * num_swap_out)),
         )
         if flags & _CHECKED:
             (num_sequences,) = reader.words(1)
-            checksums = list(reader.words(num_decodes + num_others))
+            checksums = list(reader.words(num_singles + num_others))
             step.state_check = StateCheck(num_sequences, checksums)
         reader.expect_end()
         return step, bool(flags & _REPORT)
@@ -210,7 +217,7 @@ class StepDecoder:
         block_ids: list[int],
         reader: _Reader,
     ) -> dict[int, ScheduledSequence]:
-        """Row -> sequence that is no decode."""
+        """Row -> one of the others."""
         scheduled: dict[int, ScheduledSequence] = {}
         first_token = first_block = 0
         for index in range(0, len(words), _OTHER_WORDS):
@@ -236,7 +243,7 @@ class StepDecoder:
         return scheduled
 
     def _in_rows(
-        self, others: dict[int, ScheduledSequence], decodes: Sequence[int], num_rows: int
+        self, others: dict[int, ScheduledSequence], singles: Sequence[int], num_rows: int
     ) -> list[ScheduledSequence]:
         scheduled: list[ScheduledSequence] = []
         index = 0
@@ -244,20 +251,20 @@ class StepDecoder:
             if row in others:
                 scheduled.append(others[row])
                 continue
-            if index == len(decodes):
+            if index == len(singles):
                 raise _unreadable("its rows do not add up")
-            handle, start, token_id, block_id = decodes[index : index + _DECODE_WORDS]
-            index += _DECODE_WORDS
+            flagged, start, token_id, block_id = singles[index : index + _SINGLE_WORDS]
+            index += _SINGLE_WORDS
             scheduled.append(
                 ScheduledSequence(
-                    key=self._key(handle & ~_DECODE_FULL_LOGITS),
+                    key=self._key(flagged & _HANDLE),
                     start=start,
                     end=start + 1,
-                    logits_start=start,
+                    logits_start=start + bool(flagged & _SINGLE_NO_LOGITS),
                     reset=False,
-                    new_token_ids=[token_id],
-                    new_block_ids=[] if block_id == _NO_BLOCK else [block_id],
-                    full_logits=bool(handle & _DECODE_FULL_LOGITS),
+                    new_token_ids=[] if token_id == _NONE else [token_id],
+                    new_block_ids=[] if block_id == _NONE else [block_id],
+                    full_logits=bool(flagged & _SINGLE_FULL_LOGITS),
                 )
             )
         return scheduled

@@ -141,6 +141,10 @@ class KVCache:
         sources = self.pool.index_select(2, self._index([source for source, _ in pairs]))
         self.pool.index_copy_(2, self._index([target for _, target in pairs]), sources)
 
+    def clear(self) -> None:
+        """Zeros again, as in a new cache."""
+        self.pool.zero_()
+
     def _index(self, block_ids: Sequence[int]) -> Tensor:
         return torch.tensor(block_ids, dtype=torch.int64, device=self.pool.device)
 
