@@ -23,6 +23,7 @@ from preempt_engine.errors import (
     EngineStalledError,
     InfeasibleRequestError,
     QueueFullError,
+    WorkerError,
 )
 from preempt_engine.executor.protocol import Executor
 from preempt_engine.executor.uniproc import UniprocExecutor
@@ -132,9 +133,12 @@ class LLM:
                     for output in self.step():
                         if output.finished:
                             advance()
-        finally:  # nothing of a call that failed half-way stays behind
+        except WorkerError:  # the engine is closed by it
+            raise
+        except BaseException:  # nothing of a call that failed half-way stays behind
             for output in outputs:
                 self._withdraw(output)
+            raise
         return outputs
 
     def stream(
