@@ -13,11 +13,16 @@ if TYPE_CHECKING:
     from preempt_engine.config import EngineConfig
     from preempt_engine.llm import LLM
     from preempt_engine.outputs import CompletionOutput, RequestOutput, StreamDelta, TokenScore
-    from preempt_engine.sampling.params import SamplingParams, StructuredOutputsParams
+    from preempt_engine.sampling.params import (
+        BeamSearchParams,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
     from preempt_engine.sampling.processors import LogitsProcessor
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
     "LogitsProcessor",
@@ -34,6 +39,7 @@ _HOMES = {
     "CompletionOutput": "preempt_engine.outputs",
     "RequestOutput": "preempt_engine.outputs",
     "TokenScore": "preempt_engine.outputs",
+    "BeamSearchParams": "preempt_engine.sampling.params",
     "SamplingParams": "preempt_engine.sampling.params",
     "StreamDelta": "preempt_engine.outputs",
     "StructuredOutputsParams": "preempt_engine.sampling.params",

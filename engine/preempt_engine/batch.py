@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from typing import cast
 
 from preempt_engine.errors import ConfigError
-from preempt_engine.sampling.params import SamplingParams
+from preempt_engine.sampling.params import BeamSearchParams, SamplingParams
 
-Prompt = str | Sequence[int]
+Prompt = str | Seq[int]
 """Text, or token ids."""
+Params = SamplingParams | BeamSearchParams
 
 
-def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     """A list of prompts, of one or of many."""
     if isinstance(prompts, str):
         return [prompts]
     if prompts and all(isinstance(item, int) for item in prompts):
-        return [cast("Sequence[int]", prompts)]
-    return list(cast("Sequence[Prompt]", prompts))
+        return [cast("Seq[int]", prompts)]
+    return list(cast("Seq[Prompt]", prompts))
 
 
-def params_list(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
+def params_list(params: Params | Seq[Params] | None, num_prompts: int) -> list[Params]:
     """One per prompt."""
-    if params is None or isinstance(params, SamplingParams):
+    if params is None or isinstance(params, SamplingParams | BeamSearchParams):
         return [params or SamplingParams()] * num_prompts
     if len(params) != num_prompts:
         raise ConfigError(
@@ -36,7 +36,7 @@ def params_list(
     return list(params)
 
 
-def priority_list(priority: Sequence[int] | None, num_prompts: int) -> list[int]:
+def priority_list(priority: Seq[int] | None, num_prompts: int) -> list[int]:
     """One per prompt, 0 by default."""
     if priority is None:
         return [0] * num_prompts

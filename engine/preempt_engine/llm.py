@@ -9,12 +9,21 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from preempt_engine.batch import Prompt, params_list, priority_list, progress_bar, prompt_list
-from preempt_engine.config import EngineConfig
+from preempt_engine.batch import (
+    Params,
+    Prompt,
+    params_list,
+    priority_list,
+    progress_bar,
+    prompt_list,
+)
+from preempt_engine.beam_search import BeamSearch
+from preempt_engine.config import EngineConfig, PreemptionMode
 from preempt_engine.errors import (
     ConfigError,
     EngineBusyError,
@@ -32,19 +41,23 @@ from preempt_engine.output_builder import OutputBuilder
 from preempt_engine.outputs import RequestOutput, StreamDelta, TokenScore
 from preempt_engine.reset import changed_config
 from preempt_engine.sampling.history import ProcessorStates
-from preempt_engine.sampling.logprobs import score_rows, top_logprobs_of_rows
+from preempt_engine.sampling.logprobs import read_row, score_rows, top_logprobs_of_rows
 from preempt_engine.sampling.noise import derive_seed
-from preempt_engine.sampling.params import SamplingParams
+from preempt_engine.sampling.params import BeamSearchParams, SamplingParams
 from preempt_engine.sampling.recipes import ProcessorRecipe, RecipeBook
 from preempt_engine.sampling.sampler import SampledToken, SampleRequest, sample
 from preempt_engine.scheduler import Counters, Scheduler
-from preempt_engine.sequence import Request
-from preempt_engine.step import LogitsBatch, SchedulerOutput, StepHandle
+from preempt_engine.sequence import Request, Sequence
+from preempt_engine.step import LogitsBatch, SchedulerOutput, SequenceKey, StepHandle
 from preempt_engine.stream import DeltaReader
 from preempt_engine.tokenizer import ExactTokenizer, HFTokenizer, Tokenizer
 from preempt_engine.victims import PreemptionController
 from preempt_engine.worker.build import build_runner
 from preempt_engine.worker.hooks import run_worker_hooks
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class LLM:
@@ -78,28 +91,34 @@ class LLM:
             self.tokenizer, self._executor.vocab_size, self._executor.eos_token_ids
         )
         self._states = ProcessorStates()
-        self._builders: dict[str, OutputBuilder] = {}
+        self._builders: dict[str, list[OutputBuilder]] = {}
+        self._searches: dict[str, BeamSearch] = {}
         self._scorings: dict[str, _Scoring] = {}
         self._ended_early: list[RequestOutput] = []
         self._streamed: list[RequestOutput] = []
         self._closed = False
-        self._begin(preemption_controller, observer)
+        try:
+            self._begin(preemption_controller, observer)
+        except BaseException:
+            self.close()
+            raise
 
     # One call does it all -----------------------------------------------------------------------
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: Params | Seq[Params] | None = None,
         use_tqdm: bool = True,
         *,
-        priority: Sequence[int] | None = None,
+        priority: Seq[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate for every prompt; outputs stand in the order of the prompts.
 
         Args:
             prompts: texts or lists of token ids, or a single one of either.
-            sampling_params: one for all, or one per prompt; None samples with the defaults.
+            sampling_params: one for all, or one per prompt; None samples with the defaults, and
+                `BeamSearchParams` search beams.
             use_tqdm: show a progress bar.
             priority: one per prompt, see `add_request`; None gives all the same.
 
@@ -145,7 +164,7 @@ class LLM:
     def stream(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -160,7 +179,8 @@ class LLM:
             prompt, sampling_params, request_id, priority: see `add_request`.
 
         Returns:
-            Deltas, the last of each branch with its `finish_reason`.
+            Deltas, the last of each branch with its `finish_reason`; those of a beam search come
+            whole, at its end.
 
         Raises:
             ConfigError: as `add_request`.
@@ -171,7 +191,21 @@ class LLM:
             self._submit(prompt, sampling_params or SamplingParams(), priority, request_id)
         )
 
-    def score(self, prompt: Prompt, continuation: Sequence[int]) -> list[TokenScore]:
+    def beam_search(
+        self, prompts: Prompt | Seq[Prompt], params: BeamSearchParams, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Search beams for every prompt.
+
+        Returns:
+            One output per prompt; its `outputs` are `params.beam_width` results, best first, each
+            with its `score` and the log probability of every token.
+
+        Raises:
+            ConfigError: as `generate`.
+        """
+        return self.generate(prompts, params, use_tqdm)
+
+    def score(self, prompt: Prompt, continuation: Seq[int]) -> list[TokenScore]:
         """Teacher-forced log probabilities of every token of a continuation.
 
         Args:
@@ -213,7 +247,7 @@ class LLM:
     def add_request(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -221,11 +255,13 @@ class LLM:
         """Queue a request and return its id.
 
         A request that can never run, or that finds `max_waiting_requests` others in the queue, does
-        not raise here: its output, with the error, comes from the next `step`.
+        not raise here: its output, with the error, comes from the next `step`. One whose branches
+        cannot all grow to `max_tokens` with the whole pool to themselves ends with
+        `finish_reason="length"` when they are as long as they can all be.
 
         Args:
             prompt: text or token ids.
-            sampling_params: None samples with the defaults.
+            sampling_params: None samples with the defaults, `BeamSearchParams` search beams.
             request_id: unique among unfinished requests; None chooses one.
             priority: the lower value goes first; 0 unless `scheduling_policy="priority"`.
 
@@ -253,7 +289,7 @@ class LLM:
     def _submit(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: Params,
         priority: int,
         request_id: str | None = None,
     ) -> RequestOutput:
@@ -261,40 +297,48 @@ class LLM:
         self._check_priority(priority)
         request_id = self._unused_request_id(request_id)
         text, token_ids = self._tokenize(prompt)
-        recipe, recipe_error = self._recipe(params)
-        error: EngineError | None = (
-            self._why_infeasible(token_ids, min(params.max_tokens, 1))
-            or self._why_outside_vocabulary(token_ids)
-            or recipe_error
-            or self._why_refused()
-        )
-        builder = OutputBuilder.create(
+        asked = params if isinstance(params, SamplingParams) else params.for_output
+        recipe, recipe_error = self._recipe(asked)
+        max_total_tokens = self._max_total_tokens(len(token_ids), params.num_sequences)
+        builders = OutputBuilder.create_branches(
             request_id=request_id,
             prompt=text,
             prompt_token_ids=token_ids,
-            params=params,
+            params=asked,
             eos_token_ids=self._executor.eos_token_ids,
-            max_output_tokens=min(params.max_tokens, self.max_total_tokens - len(token_ids)),
+            max_output_tokens=min(params.max_tokens, max_total_tokens - len(token_ids)),
             tokenizer=self.tokenizer,
+        )
+        error: EngineError | None = (
+            self._why_infeasible(token_ids, min(params.max_tokens, 1))
+            or self._why_outside_vocabulary(token_ids)
+            or self._why_too_many_sequences(params, builders[0].stop_ids)
+            or recipe_error
+            or self._why_refused()
         )
         request = self._new_request(
             request_id,
             token_ids,
             params,
             priority=priority,
-            score_from=None if params.prompt_logprobs is None else 0,
-            num_to_score=0 if params.prompt_logprobs is None else len(token_ids) - 1,
+            score_from=None if asked.prompt_logprobs is None else 0,
+            num_to_score=0 if asked.prompt_logprobs is None else len(token_ids) - 1,
         )
         if error is not None:
             self.scheduler.refuse(request)
-            builder.fail(error)
-            self._ended_early.append(builder.output)
-            return builder.output
-        self._builders[request_id] = builder
+            for builder in builders:
+                builder.fail(error)
+            self._ended_early.append(builders[0].output)
+            return builders[0].output
+        self._builders[request_id] = builders
         if recipe is not None:
             self._states.add(request_id, recipe)
+        if isinstance(params, BeamSearchParams):
+            self._searches[request_id] = BeamSearch(
+                params, builders[0].stop_ids, builders[0].max_output_tokens
+            )
         self.scheduler.add(request)
-        return builder.output
+        return builders[0].output
 
     def step(self) -> list[RequestOutput]:
         """Run one step.
@@ -317,7 +361,7 @@ class LLM:
         """First phase: decide the next step; None when there is nothing to compute."""
         preemptions_before = self.scheduler.counters.num_preemptions
         step = self.scheduler.schedule()
-        if step.scheduled:
+        if step.has_work:
             return step
         preempted = self.scheduler.counters.num_preemptions > preemptions_before
         if self.scheduler.requests and not preempted and not self.scheduler.blocks.held_blocks:
@@ -342,15 +386,16 @@ class LLM:
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request now; returns its output so far, or None if it is not running."""
-        builder = self._builders.pop(request_id, None)
-        if builder is None:
+        builders = self._builders.pop(request_id, None)
+        if builders is None:
             return None
+        self._searches.pop(request_id, None)
         request = self.scheduler.requests[request_id]
-        self._note_counts(builder, request)
-        self._tell_text(self.scheduler.next_step_id, request, builder.finish("abort"))
+        _note_counts(builders[0].output, request)
+        self._finish_branches(self.scheduler.next_step_id, builders, "abort")
         self._states.drop(request)
         self.scheduler.abort(request)
-        return builder.output
+        return builders[0].output
 
     def has_unfinished_requests(self) -> bool:
         """True while `step` has something to do or to return."""
@@ -358,9 +403,13 @@ class LLM:
 
     # For a harness ------------------------------------------------------------------------------
 
-    def preempt_request(self, request_id: str) -> None:
-        """Preempt the request before the next step is scheduled, if it runs then."""
-        self.scheduler.force_preemption(request_id)
+    def preempt_request(self, request_id: str, mode: PreemptionMode | None = None) -> None:
+        """Preempt the request before the next step is scheduled, if it runs then.
+
+        Args:
+            mode: "recompute", "swap", or None for the engine's `preemption_mode`.
+        """
+        self.scheduler.force_preemption(request_id, mode)
 
     def hold_blocks(self, num_blocks: int) -> int:
         """Withhold up to so many free blocks from requests; returns how many are held now.
@@ -431,7 +480,11 @@ class LLM:
         self._check_open()
         self._check_idle()
         config = changed_config(
-            self.config, changes, self._built_config, self._executor.num_kv_blocks
+            self.config,
+            changes,
+            self._built_config,
+            num_built_blocks=self._executor.num_kv_blocks,
+            num_built_host_blocks=self._executor.num_host_blocks,
         )
         self._executor.reset()
         self.config = config
@@ -527,13 +580,16 @@ class LLM:
         self, controller: PreemptionController | None, observer: EngineObserver | None
     ) -> None:
         """What is new in a new engine, and in one that was reset."""
-        num_blocks = self.config.num_kv_blocks or self._executor.num_kv_blocks
-        self.scheduler = Scheduler(self.config, num_blocks, controller=controller)
-        self.max_total_tokens = min(
-            self._executor.max_model_len,
-            # The last token of a sequence is sampled but never computed.
-            num_blocks * self.config.block_size + 1,
+        num_host_blocks = self.config.swap_space_blocks
+        if num_host_blocks is None:
+            num_host_blocks = self._executor.num_host_blocks
+        self.scheduler = Scheduler(
+            self.config,
+            self.config.num_kv_blocks or self._executor.num_kv_blocks,
+            num_host_blocks=num_host_blocks,
+            controller=controller,
         )
+        self.max_total_tokens = self._max_total_tokens(num_prompt_tokens=0, num_sequences=1)
         self._num_arrived = 0
         self.set_observer(observer)
 
@@ -547,6 +603,7 @@ class LLM:
                 "Finish or abort the requests, call step() for the outputs, and hold_blocks(0).",
             )
         assert not self._builders, f"requests {list(self._builders)} ended and are still built"
+        assert not self._searches, f"searches {list(self._searches)} ended and are kept"
         assert not self._states, "requests ended and their processors are kept"
         assert not self._scorings, f"scorings {list(self._scorings)} ended and are kept"
         self.scheduler.check_integrity()
@@ -557,7 +614,7 @@ class LLM:
         self,
         request_id: str,
         token_ids: list[int],
-        params: SamplingParams,
+        params: Params,
         *,
         priority: int = 0,
         score_from: int | None = None,
@@ -565,7 +622,7 @@ class LLM:
     ) -> Request:
         arrival_index = self._num_arrived
         self._num_arrived += 1
-        seed = params.seed
+        seed = params.seed if isinstance(params, SamplingParams) else None
         if seed is None:
             seed = derive_seed(self.config.seed, arrival_index)
         return Request.create(
@@ -597,6 +654,17 @@ class LLM:
                 "Pass token ids, or build the engine with a tokenizer.",
             )
         return prompt, self.tokenizer.encode(prompt)
+
+    def _max_total_tokens(self, num_prompt_tokens: int, num_sequences: int) -> int:
+        """Most tokens of each of several sequences of one prompt that have the pool to themselves.
+
+        Full blocks of the prompt are shared; the rest of the pool is divided. The last token of a
+        sequence is chosen but never computed, and the first needs no block beyond the prompt's.
+        """
+        num_shared = num_prompt_tokens // self.config.block_size
+        num_own = (self.num_kv_blocks - num_shared) // num_sequences
+        pool_tokens = (num_shared + num_own) * self.config.block_size + 1
+        return min(self._executor.max_model_len, max(pool_tokens, num_prompt_tokens + 1))
 
     def _why_infeasible(
         self, token_ids: list[int], num_output_tokens: int = 1
@@ -630,124 +698,225 @@ class LLM:
                 )
         return None
 
+    def _why_too_many_sequences(
+        self, params: Params, stop_ids: frozenset[int]
+    ) -> InfeasibleRequestError | None:
+        name = "n" if isinstance(params, SamplingParams) else "beam_width"
+        if params.num_sequences > self.config.max_num_seqs:
+            return InfeasibleRequestError(
+                f"{name}={params.num_sequences} sequences of one request never run at once with "
+                f"max_num_seqs={self.config.max_num_seqs}.",
+                f"Lower {name} or raise max_num_seqs.",
+            )
+        if isinstance(params, SamplingParams):
+            return None
+        num_candidates = BeamSearch.num_candidates(params.beam_width, stop_ids)
+        if num_candidates > self._executor.vocab_size:
+            return InfeasibleRequestError(
+                f"beam_width={params.beam_width} with {len(stop_ids)} stop ids needs "
+                f"{num_candidates} tokens to choose from; the vocabulary has "
+                f"{self._executor.vocab_size}.",
+                "Lower beam_width.",
+            )
+        return None
+
     def _deliver(
         self, step: SchedulerOutput, requests: list[Request | None], logits: LogitsBatch
     ) -> list[RequestOutput]:
-        """Score or sample from the step's rows; returns the outputs that changed.
+        """Score, sample or search from the step's rows; returns the outputs that changed.
 
         Args:
             step: that was executed.
             requests: whose each scheduled sequence is, None for rows that nobody wants any more.
             logits: the step's rows.
         """
-        wanted: list[tuple[Request, SampleRequest]] = []
-        ended: list[RequestOutput] = []
+        wanted: list[tuple[Request, Sequence, SampleRequest]] = []
+        outputs: dict[str, RequestOutput] = {}
         first_row = 0
         for item, request in zip(step.scheduled, requests, strict=True):
             rows = range(first_row, first_row + item.num_logits)
             first_row = rows.stop
-            if request is None:
+            if request is None or not rows:
                 continue
+            sequence = request.sequences[item.key.branch]
             if request.reads_prompt:
                 rows = self._read_prompt(request, logits, rows)
                 if rows and request.params.max_tokens == 0:
-                    ended.append(self._end(step.step_id, request, "length"))
+                    outputs[request.request_id] = self._end_prompt(step.step_id, request)
                     continue
-            if rows:
-                wanted.append((request, self._sample_request(request, rows[0])))
+            if not rows:
+                continue
+            sequence.first_wanted_logits += 1
+            if request.request_id in self._searches:
+                if self._search(request, sequence, read_row(logits, rows[0])):
+                    outputs[request.request_id] = self._finish_search(step.step_id, request)
+            else:
+                for one in self._branches(request, sequence):
+                    wanted.append((request, one, self._sample_request(request, one, rows[0])))
         if self._states:
             self._attach_states(wanted)
-        tokens = sample(logits, [sample_request for _, sample_request in wanted])
-        return ended + [
-            self._append_token(step.step_id, request, token)
-            if isinstance(token, SampledToken)
-            else self._end(step.step_id, request, "error", token)
-            for (request, _), token in zip(wanted, tokens, strict=True)
-        ]
+        tokens = sample(logits, [sample_request for _, _, sample_request in wanted])
+        for (request, sequence, _), token in zip(wanted, tokens, strict=True):
+            if isinstance(token, SampledToken):
+                output = self._append_token(step.step_id, request, sequence, token)
+            else:
+                output = self._fail_branch(step.step_id, request, sequence, token)
+            outputs[output.request_id] = output
+        return list(outputs.values())
 
-    def _sample_request(self, request: Request, row: int) -> SampleRequest:
-        sequence = request.sequence
+    def _branches(self, request: Request, sequence: Sequence) -> list[Sequence]:
+        """Who samples from the sequence's logits: itself and, from the prompt's, all branches."""
+        branches = [sequence]
+        while request.next_branch < request.num_seqs:
+            branches.append(self.scheduler.fork(request, sequence))
+        return branches
+
+    def _sample_request(self, request: Request, sequence: Sequence, row: int) -> SampleRequest:
+        branch = sequence.key.branch
+        builder = self._builders[request.request_id][branch]
         return SampleRequest(
             row=row,
-            params=request.params,
+            params=builder.params,
             seed=request.seed,
-            branch=sequence.key.branch,
+            branch=branch,
             position=sequence.num_tokens,
             num_output_tokens=sequence.num_output_tokens,
-            stop_ids=self._builders[request.request_id].stop_ids,
+            stop_ids=builder.stop_ids,
         )
 
-    def _attach_states(self, wanted: list[tuple[Request, SampleRequest]]) -> None:
-        for request, sample_request in wanted:
-            sequence = request.sequence
+    def _attach_states(self, wanted: list[tuple[Request, Sequence, SampleRequest]]) -> None:
+        for request, sequence, sample_request in wanted:
             sample_request.state = self._states.of(request, sequence)
             if sample_request.state is not None:
                 sample_request.output_token_ids = sequence.output_token_ids
 
     def _read_prompt(self, request: Request, logits: LogitsBatch, rows: range) -> range:
         """Score given tokens with the rows that predict them; returns the rows to sample from."""
-        done = request.num_scored
-        num = min(len(rows), request.num_to_score - done)
+        if request.score_from is None:
+            return rows
+        sequence = request.sequence
+        done = sequence.first_wanted_logits - request.score_from
+        num = min(len(rows), max(0, request.num_to_score - done))
         if num == 0:
             return rows
-        request.num_scored += num
+        sequence.first_wanted_logits += num
         scoring = self._scorings.get(request.request_id)
         if scoring is None:  # the prompt's own tokens, of which nothing predicts the first
-            num_logprobs = request.params.prompt_logprobs
-            assert num_logprobs is not None
-            targets = request.sequence.token_ids[done + 1 : done + 1 + num]
-            self._builders[request.request_id].append_prompt_logprobs(
-                top_logprobs_of_rows(logits, rows[:num], num_logprobs, targets)
+            builder = self._builders[request.request_id][0]
+            assert builder.params.prompt_logprobs is not None
+            targets = sequence.token_ids[done + 1 : done + 1 + num]
+            builder.append_prompt_logprobs(
+                top_logprobs_of_rows(logits, rows[:num], builder.params.prompt_logprobs, targets)
             )
             return rows[num:]
         targets = scoring.continuation[done : done + num]
         scoring.scores += score_rows(logits, rows[:num], targets)
-        if request.num_scored == request.num_to_score:
+        if done + num == request.num_to_score:
             del self._scorings[request.request_id]
             self.scheduler.finish(request, "length")
         return rows[num:]
 
-    def _end(
-        self, step_id: int, request: Request, reason: str, error: EngineError | None = None
+    def _append_token(
+        self, step_id: int, request: Request, sequence: Sequence, token: SampledToken
     ) -> RequestOutput:
-        """The request ends, but not with a token."""
-        builder = self._builders.pop(request.request_id)
-        self._note_counts(builder, request)
-        text = builder.finish(reason) if error is None else builder.fail(error)
-        self._tell_text(step_id, request, text)
-        self._states.drop(request)
-        self.scheduler.finish(request, reason)
-        return builder.output
-
-    def _tell_text(self, step_id: int, request: Request, text: str) -> None:
-        """Text that was held back until the request ended without another token."""
-        if text and self.scheduler.observer is not None:
-            self.scheduler.observer.tokens_delivered(step_id, request.sequence.key, [], None, text)
-
-    def _append_token(self, step_id: int, request: Request, token: SampledToken) -> RequestOutput:
-        self.scheduler.append_token(request, token.token_id)
-        builder = self._builders[request.request_id]
-        text = builder.append(token)
+        self.scheduler.append_token(sequence, token.token_id)
+        text = self._builders[request.request_id][sequence.key.branch].append(token)
         if self.scheduler.observer is not None:
             self.scheduler.observer.tokens_delivered(
                 step_id,
-                request.sequence.key,
+                sequence.key,
                 [token.token_id],
                 None if token.logprobs is None else [token.logprobs],
                 text,
             )
-        self._note_counts(builder, request)
-        reason = builder.completion.finish_reason
-        if reason is not None:
-            del self._builders[request.request_id]
-            self._states.drop(request)
-            self.scheduler.finish(request, reason)
-        return builder.output
+        return self._follow_up(request, sequence)
 
-    @staticmethod
-    def _note_counts(builder: OutputBuilder, request: Request) -> None:
-        builder.output.num_cached_tokens = request.num_cached_tokens or 0
-        builder.output.num_preemptions = request.num_preemptions
+    def _fail_branch(
+        self, step_id: int, request: Request, sequence: Sequence, error: EngineError
+    ) -> RequestOutput:
+        """No token can be chosen for the branch: it ends alone, the others go on."""
+        text = self._builders[request.request_id][sequence.key.branch].fail(error)
+        self._tell_text(step_id, sequence.key, text)
+        return self._follow_up(request, sequence)
+
+    def _follow_up(self, request: Request, sequence: Sequence) -> RequestOutput:
+        """Let the branch, or the request, end if the branch's output says so."""
+        builder = self._builders[request.request_id][sequence.key.branch]
+        output = builder.output
+        _note_counts(output, request)
+        reason = builder.completion.finish_reason
+        if output.finished:
+            assert reason is not None
+            self._finish(request, reason)
+        elif reason is not None:
+            self.scheduler.end_branch(request, sequence)
+        return output
+
+    def _end_prompt(self, step_id: int, request: Request) -> RequestOutput:
+        """The prompt is computed, and no token after it is wanted."""
+        builders = self._builders[request.request_id]
+        self._finish_branches(step_id, builders, "length")
+        _note_counts(builders[0].output, request)
+        self._finish(request, "length")
+        return builders[0].output
+
+    def _finish(self, request: Request, reason: str) -> None:
+        del self._builders[request.request_id]
+        self._states.drop(request)
+        self.scheduler.finish(request, reason)
+
+    def _finish_branches(self, step_id: int, builders: list[OutputBuilder], reason: str) -> None:
+        """End the branches that have not ended."""
+        for builder in builders:
+            if not builder.completion.finished():
+                key = SequenceKey(builder.output.request_id, builder.completion.index)
+                self._tell_text(step_id, key, builder.finish(reason))
+
+    def _tell_text(self, step_id: int, key: SequenceKey, text: str) -> None:
+        """Text that was held back until the branch ended without another token."""
+        if text and self.scheduler.observer is not None:
+            self.scheduler.observer.tokens_delivered(step_id, key, [], None, text)
+
+    def _search(self, request: Request, sequence: Sequence, row: NDArray[np.float64]) -> bool:
+        """Take in a beam's logits and go on when all beams have theirs; True ends the search."""
+        search = self._searches[request.request_id]
+        if not search.take_row(sequence.key.branch, row):
+            return False
+        beams = search.advance()
+        if not beams:
+            return True
+        search.renumber(self.scheduler.continue_beams(request, beams))
+        return False
+
+    def _finish_search(self, step_id: int, request: Request) -> RequestOutput:
+        search = self._searches.pop(request.request_id)
+        builders = self._builders.pop(request.request_id)
+        for builder, hypothesis in zip(builders, search.hypotheses, strict=True):
+            tokens = [
+                SampledToken(token_id, {token_id: logprob})
+                for token_id, logprob in hypothesis.tokens()
+            ]
+            for token in tokens:
+                builder.append(token)
+            builder.completion.score = hypothesis.score
+            self.scheduler.counters.num_generated_tokens += len(tokens)
+            if self.scheduler.observer is not None:
+                self.scheduler.observer.tokens_delivered(
+                    step_id,
+                    SequenceKey(request.request_id, builder.completion.index),
+                    builder.completion.token_ids,
+                    builder.completion.logprobs,
+                    builder.completion.text,
+                )
+        output = builders[0].output
+        _note_counts(output, request)
+        self.scheduler.finish(request, builders[0].completion.finish_reason or "length")
+        return output
+
+
+def _note_counts(output: RequestOutput, request: Request) -> None:
+    output.num_cached_tokens = request.num_cached_tokens or 0
+    output.num_preemptions = request.num_preemptions
 
 
 @dataclasses.dataclass(slots=True)

@@ -94,8 +94,7 @@ class HFTokenizer:
 
     def is_skipped(self, token_id: int) -> bool:
         return (
-            token_id in self._special_ids
-            or self._tokenizer.convert_ids_to_tokens(token_id) is None
+            token_id in self._special_ids or self._tokenizer.convert_ids_to_tokens(token_id) is None
         )
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple, Protocol
 
 from preempt_engine.block_manager import BlockManager
+from preempt_engine.config import PreemptionMode
 from preempt_engine.sequence import Request
 
 
@@ -20,25 +22,37 @@ def choose_victim(running: Sequence[Request]) -> Request:
     return running[-1]
 
 
+class ForcedPreemption(NamedTuple):
+    """A victim and how it is to lose its blocks; None is the engine's `preemption_mode`."""
+
+    request_id: str
+    mode: PreemptionMode | None = None
+
+
 def victims_for(
     newcomer: Request,
-    hits: list[int],
     running: Sequence[Request],
     blocks: BlockManager,
     *,
+    num_blocks: int,
+    hits: AbstractSet[int],
     max_num_seqs: int,
     num_watermark_blocks: int,
 ) -> list[Request] | None:
     """The fewest of the least urgent that must go so that a more urgent request can run.
 
-    Only requests with a strictly higher priority value may go: equals never evict each other.
+    Only requests with a strictly higher priority value may go: equals never evict each other. A
+    victim gives up the same blocks in either mode of preemption; swapped ones come free a step
+    later, when they are copied.
 
     Args:
         newcomer: head of the waiting queue.
-        hits: cached blocks it may share.
         running: in order of precedence.
         blocks: the pool, with no step in flight.
-        max_num_seqs: most requests that run at once.
+        num_blocks: what it would take from the pool as it is, cached blocks that it would share
+            included.
+        hits: blocks that it would share, cached or in use.
+        max_num_seqs: most sequences that run at once.
         num_watermark_blocks: to be left free unless nobody else runs.
 
     Returns:
@@ -49,18 +63,21 @@ def victims_for(
     freed = _FreedBlocks(blocks)
     # What the others need to go on in this very step: were it not left to them, the newcomer would
     # be evicted at once.
-    num_growth_blocks = sum(_num_missing_blocks(request, blocks) for request in running)
+    num_growth_blocks = sum(_num_growth_blocks(request, blocks) for request in running)
+    num_seqs = newcomer.num_seqs + sum(request.num_seqs for request in running)
     while True:
         survivors = len(running) - len(victims)
-        spare = num_growth_blocks + (num_watermark_blocks if survivors else 0)
-        if survivors < max_num_seqs and freed.can_admit(hits, newcomer.sequence.num_tokens, spare):
+        num_wanted = num_blocks + freed.num_of(hits) + num_growth_blocks
+        num_wanted += num_watermark_blocks if survivors else 0
+        if num_seqs <= max_num_seqs and num_wanted <= freed.num_available_blocks:
             return victims
         if not survivors or running[survivors - 1].priority <= newcomer.priority:
             return None
         victim = running[survivors - 1]
         victims.append(victim)
         freed.add(victim)
-        num_growth_blocks -= _num_missing_blocks(victim, blocks)
+        num_seqs -= victim.num_seqs
+        num_growth_blocks -= _num_growth_blocks(victim, blocks)
 
 
 class _FreedBlocks:
@@ -75,38 +92,40 @@ class _FreedBlocks:
         self._references: Counter[int] = Counter()
         self._freed: set[int] = set()
 
+    @property
+    def num_available_blocks(self) -> int:
+        """What the pool could hand out then."""
+        return self._blocks.num_available_blocks + len(self._freed)
+
+    def num_of(self, block_ids: AbstractSet[int]) -> int:
+        """How many of these blocks would be free, and are in use now."""
+        return len(self._freed & block_ids)
+
     def add(self, request: Request) -> None:
         """Suppose that the request is evicted too."""
-        for sequence in request.sequences:
+        for sequence in request.sequences.values():
             for block_id in sequence.block_table:
                 self._references[block_id] += 1
                 if self._references[block_id] == self._blocks.ref_counts[block_id]:
                     self._freed.add(block_id)
 
-    def can_admit(self, hits: list[int], num_tokens: int, num_spare_blocks: int) -> bool:
-        """`BlockManager.can_admit`, as it would answer then."""
-        blocks = self._blocks
-        num_revived = sum(
-            block_id in blocks.cached_blocks or block_id in self._freed for block_id in hits
-        )
-        num_needed = blocks.blocks_for(num_tokens) - len(hits)
-        num_available = blocks.num_available_blocks + len(self._freed)
-        return num_needed + num_revived + num_spare_blocks <= num_available
 
-
-def _num_missing_blocks(request: Request, blocks: BlockManager) -> int:
-    """Blocks that the request lacks for the tokens it knows."""
-    return sum(
-        max(0, blocks.blocks_for(sequence.num_tokens) - len(sequence.block_table))
-        for sequence in request.sequences
+def _num_growth_blocks(request: Request, blocks: BlockManager) -> int:
+    """Blocks that the request lacks, copies included, to compute the tokens it knows."""
+    return blocks.num_to_write(
+        (sequence, sequence.num_tokens)
+        for sequence in request.sequences.values()
+        if sequence.num_computed_tokens < sequence.num_tokens and not sequence.follows
     )
 
 
 class PreemptionController(Protocol):
     """Forces preemptions; asked before every step is scheduled."""
 
-    def select_victims(self, step_id: int, running: Sequence[Request]) -> Iterable[str]:
-        """Ids of running requests to preempt before step `step_id` is scheduled.
+    def select_victims(
+        self, step_id: int, running: Sequence[Request]
+    ) -> Iterable[str | ForcedPreemption]:
+        """Running requests to preempt before step `step_id` is scheduled, by id or with a mode.
 
         Args:
             step_id: of the step about to be scheduled.

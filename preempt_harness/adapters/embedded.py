@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.embedded_pool import EnginePool
@@ -16,10 +16,10 @@ from preempt_harness.adapters.protocol import EngineSettings, KnownIssue, Sessio
 from preempt_harness.admission import AdmissionModel
 from preempt_harness.processors import PROCESSORS
 from preempt_harness.record import AnyEvent, RequestResult, Score, SequenceOutput
-from preempt_harness.workload import RequestSpec, SamplingSpec
+from preempt_harness.workload import BeamSpec, RequestSpec, SamplingSpec
 
 if TYPE_CHECKING:
-    from preempt_engine import LLM, RequestOutput, SamplingParams
+    from preempt_engine import LLM, BeamSearchParams, RequestOutput, SamplingParams
     from preempt_engine.tokenizer import HFTokenizer
 
 _NEEDS_ENGINE = 'pip install "preempt-harness[engine]"'
@@ -29,7 +29,7 @@ class EmbeddedAdapter:
     """Adapter "embedded"."""
 
     name = "embedded"
-    capabilities = protocol.CAPABILITIES - {protocol.SWAP}
+    capabilities = protocol.CAPABILITIES
     models: tuple[str, ...] = (
         "exact",
         "tiny-llama",
@@ -129,7 +129,7 @@ class EmbeddedSession:
         """Queue the request."""
         self.llm.add_request(
             request.prompt_token_ids,
-            _sampling_params(request.sampling),
+            _params(request.sampling),
             request_id=request.id,
             priority=request.priority,
         )
@@ -172,9 +172,9 @@ class EmbeddedSession:
         Raises:
             ValueError: the mode is not one of this engine's.
         """
-        if mode != "recompute":
-            raise ValueError(f"mode {mode!r}: the embedded engine preempts by recompute")
-        self.llm.preempt_request(request)
+        if mode not in ("recompute", "swap"):
+            raise ValueError(f"mode {mode!r}: the embedded engine recomputes or swaps")
+        self.llm.preempt_request(request, cast("Literal['recompute', 'swap']", mode))
 
     def hold_blocks(self, num_blocks: int) -> int:
         """Withhold free blocks."""
@@ -208,6 +208,7 @@ class EmbeddedSession:
 
 
 _SAMPLING_FIELDS = (
+    "n",
     "max_tokens",
     "temperature",
     "top_p",
@@ -228,6 +229,10 @@ _SAMPLING_FIELDS = (
 )
 
 
+def _params(spec: SamplingSpec) -> SamplingParams | BeamSearchParams:
+    return _sampling_params(spec) if spec.beam is None else _beam_params(spec, spec.beam)
+
+
 def _sampling_params(spec: SamplingSpec) -> SamplingParams:
     from preempt_engine import SamplingParams, StructuredOutputsParams
 
@@ -238,6 +243,19 @@ def _sampling_params(spec: SamplingSpec) -> SamplingParams:
         **{name: getattr(spec, name) for name in _SAMPLING_FIELDS},
         logits_processors=tuple(PROCESSORS[name]() for name in spec.logits_processors),
         structured_outputs=structured_outputs,
+    )
+
+
+def _beam_params(spec: SamplingSpec, beam: BeamSpec) -> BeamSearchParams:
+    from preempt_engine import BeamSearchParams
+
+    return BeamSearchParams(
+        beam_width=beam.num_beams,
+        max_tokens=spec.max_tokens,
+        length_penalty=beam.length_penalty,
+        early_stopping=cast("bool | Literal['never']", beam.early_stopping),
+        ignore_eos=spec.ignore_eos,
+        stop_token_ids=spec.stop_token_ids,
     )
 
 
@@ -264,8 +282,15 @@ def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[st
         "tensor_parallel_size": settings.tensor_parallel_size,
         "deterministic": settings.deterministic,
         "dtype": settings.dtype,
+        **_swap_space(settings, options),
         **options,
     }
+
+
+def _swap_space(settings: EngineSettings, options: dict[str, Any]) -> dict[str, int]:
+    """Room for every block, so that a plan can swap; unless the trial sizes it itself."""
+    sized = "swap_space_blocks" in options or "swap_space_bytes" in options
+    return {} if sized else {"swap_space_blocks": settings.num_blocks}
 
 
 def _placement(llm: LLM) -> dict[str, str]:

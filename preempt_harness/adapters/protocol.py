@@ -39,6 +39,8 @@ BLOCK_REUSE_ORDER = "block_reuse_order"
 POISON = "poison"
 TENSOR_PARALLEL = "tensor_parallel"
 PRIORITY = "priority"  # `scheduling_policy`, and `set_priority`
+PARALLEL_SAMPLING = "parallel_sampling"  # several outputs of one prompt: `n`
+BEAM_SEARCH = "beam_search"
 QUEUE_LIMIT = "queue_limit"
 PROMPT_LOGPROBS = "prompt_logprobs"
 PENALTIES = "penalties"  # repetition, presence, frequency
@@ -70,6 +72,8 @@ CAPABILITIES = frozenset(
         POISON,
         TENSOR_PARALLEL,
         PRIORITY,
+        PARALLEL_SAMPLING,
+        BEAM_SEARCH,
         QUEUE_LIMIT,
         PROMPT_LOGPROBS,
         PENALTIES,

@@ -106,7 +106,7 @@ def compare_tokens(record: TrialRecord, tolerance: Tolerance | None = None) -> l
                 sequence=f"{request}.{branch}",
                 output=output,
                 baseline=other,
-                by_prefix=by_prefix,
+                by_prefix=by_prefix or _fills_the_pool(record, request, output),
                 exact_only=exact_only,
                 batch_invariant=record.header.batch_invariant,
                 gaps=baseline.logits_top2.get(request, []) if branch == 0 else [],
@@ -115,6 +115,14 @@ def compare_tokens(record: TrialRecord, tolerance: Tolerance | None = None) -> l
             )
             comparisons.append(_compare(evidence))
     return comparisons
+
+
+def _fills_the_pool(record: TrialRecord, request: str, output: SequenceOutput) -> bool:
+    """The pool ended the output: with room it would have gone on."""
+    most = record.header.max_total_tokens
+    num_prompt_tokens = workload_of(record)[request].num_prompt_tokens
+    total = num_prompt_tokens + len(output.token_ids)
+    return most is not None and output.finish_reason == "length" and total >= most
 
 
 def check_tokens(record: TrialRecord, tolerance: Tolerance | None = None) -> CheckResult:

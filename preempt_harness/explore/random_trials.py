@@ -7,6 +7,7 @@ them with settings and plans. The same seed gives the same trial.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
 
@@ -76,7 +77,7 @@ def random_trial(
 def random_settings(source: random.Random, adapter: EngineAdapter, model: str) -> EngineSettings:
     """Settings of which the engine can do everything; the block count is left at 1."""
     able = adapter.capabilities
-    options = {}
+    options: dict[str, Any] = {}
     if protocol.BLOCK_REUSE_ORDER in able:
         options["block_reuse_order"] = source.choice(("fifo", "lifo", "random"))
     if protocol.POISON in able:

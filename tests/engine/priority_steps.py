@@ -4,7 +4,8 @@
 
 Rules: no victim precedes a survivor; no victim of a step is scheduled in it; a step's tokens stay
 within the budget; an eviction for a more urgent request lets a more urgent one in, in this very
-step; and every request ends within the bound that `scheduler.py` states.
+step unless blocks are copied to the host in it; and every request ends within the bound that
+`scheduler.py` states.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Stay:
     """One request, from arrival to end.
 
     Attributes:
-        num_tokens: prompt tokens + `max_tokens`.
+        num_tokens: prompt tokens + n * `max_tokens`.
         num_steps: steps since its arrival.
         predecessors: tokens of each request that preceded it at any time, itself included.
         num_interruptions: arrivals before it, changes of priority and cache resets.
@@ -55,6 +56,7 @@ class StepWatcher(EngineObserver):
 
     def forget(self) -> None:
         """A new step begins."""
+        self.is_copying = False
         self.victims: dict[str, tuple[str, Precedence]] = {}
         self.admitted: set[str] = set()
         self.scheduled_tokens: dict[str, int] = {}
@@ -79,9 +81,14 @@ class StepWatcher(EngineObserver):
     ) -> None:
         self.admitted.add(key.request_id)
 
+    def swapped_out(self, step_id: int, request_id: str, pairs: Sequence[tuple[int, int]]) -> None:
+        self.is_copying = True
+
     def scheduled(self, step_id: int, key: SequenceKey, start: int, end: int) -> None:
         assert key.request_id not in self.victims, f"{key} is a victim and scheduled"
-        self.scheduled_tokens[key.request_id] = end - start
+        self.scheduled_tokens[key.request_id] = (
+            self.scheduled_tokens.get(key.request_id, 0) + end - start
+        )
 
     def check(self, survivors: dict[str, Precedence]) -> None:
         """Judge the step; `survivors` run after it was scheduled."""
@@ -92,7 +99,7 @@ class StepWatcher(EngineObserver):
                 f"a victim {precedence} precedes one of {survivors}"
             )
         for reason, precedence in self.victims.values():
-            if reason == "priority":
+            if reason == "priority" and not self.is_copying:
                 newcomers = [survivors[name] for name in self.admitted & survivors.keys()]
                 assert any(newcomer[0] < precedence[0] for newcomer in newcomers), "in vain"
 
@@ -107,9 +114,10 @@ class Simulation:
         num_steps, num_finished, num_victims, num_evictions: totals; evictions are for a more
             urgent request.
         tightest: largest share of its bound that a request took.
+        swaps: whether victims are swapped out.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, swaps: bool = False) -> None:
         self.source = random.Random(seed)
         block_size = self.source.choice((1, 2, 4))
         num_blocks = -(-48 // block_size) + self.source.randrange(6)
@@ -118,12 +126,16 @@ class Simulation:
             num_kv_blocks=num_blocks,
             block_size=block_size,
             max_num_batched_tokens=BUDGET,
-            max_num_seqs=self.source.choice((1, 3, 6)),
+            max_num_seqs=self.source.choice((3, 6)),
+            preemption_mode="swap" if swaps else "recompute",
+            swap_space_blocks=self.source.choice((num_blocks, num_blocks // 3)) if swaps else 0,
+            debug_worker_state=True,
             enable_prefix_caching=self.source.random() < 0.5,
             watermark=self.source.choice((0.0, 0.1)),
             scheduling_policy="priority",
             skip_tokenizer_init=True,
         )
+        self.swaps = swaps
         self.watcher = StepWatcher(self.llm)
         self.llm.set_observer(self.watcher)
         self.stays: dict[str, Stay] = {}
@@ -164,15 +176,16 @@ class Simulation:
         name = f"q{self._num_arrived}"
         self._num_arrived += 1
         length, max_tokens = self.source.randint(1, 30), self.source.randint(0, 18)
+        num_branches = self.source.choice((1, 1, 1, 2, 3))
         self.llm.add_request(
             [1 + self.source.randrange(2) for _ in range(length)],
-            SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
+            SamplingParams(n=num_branches, temperature=0.5, max_tokens=max_tokens, ignore_eos=True),
             request_id=name,
             priority=self.source.choice((0, 1, 1, 1, 2, 3)),
         )
         precedence = self._precedence(name)
         self._interrupt(other for other in self.stays if precedence < self._precedence(other))
-        self.stays[name] = Stay(num_tokens=length + max_tokens)
+        self.stays[name] = Stay(num_tokens=length + num_branches * max_tokens)
         self._note_predecessors()
 
     def _precedence(self, name: str) -> Precedence:
@@ -205,8 +218,9 @@ class Simulation:
             if output.finished:
                 stay = self.stays.pop(output.request_id)
                 assert output.error is None
-                assert stay.num_steps <= stay.bound, f"{stay} of {output.request_id}"
-                self.tightest = max(self.tightest, stay.num_steps / stay.bound)
+                bound = stay.bound * (2 if self.swaps else 1)
+                assert stay.num_steps <= bound, f"{stay} of {output.request_id}"
+                self.tightest = max(self.tightest, stay.num_steps / bound)
                 self.num_finished += 1
 
 
@@ -217,7 +231,7 @@ def main() -> int:
     arguments = parser.parse_args()
     done: list[Simulation] = []
     while sum(simulation.num_steps for simulation in done) < arguments.steps:
-        simulation = Simulation(seed=len(done))
+        simulation = Simulation(seed=len(done), swaps=len(done) % 2 == 1)
         simulation.run(500)
         done.append(simulation)
     print(

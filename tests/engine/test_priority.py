@@ -33,9 +33,10 @@ def add(llm: LLM, name: str, num_tokens: int, priority: int) -> None:
     llm.add_request(prompt, GREEDY, request_id=name, priority=priority)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_every_rule_holds_in_random_steps(seed: int) -> None:
-    Simulation(seed).run(250)
+@pytest.mark.parametrize("swaps", [False, True], ids=["recompute", "swap"])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_rule_holds_in_random_steps(seed: int, swaps: bool) -> None:
+    Simulation(seed, swaps=swaps).run(250)
 
 
 def test_lower_values_go_first_and_equals_by_arrival() -> None:

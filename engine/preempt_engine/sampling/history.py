@@ -91,5 +91,5 @@ class ProcessorStates:
     def drop(self, request: Request) -> None:
         """The request has ended."""
         if self._recipes.pop(request.request_id, None) is not None:
-            for sequence in request.sequences:
-                self._states.pop(sequence.key, None)
+            for branch in range(request.next_branch):  # those that ended before it too
+                self._states.pop(SequenceKey(request.request_id, branch), None)
