@@ -20,7 +20,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from preempt_engine import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from preempt_engine import (
+    LLM,
+    CompletionOutput,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from preempt_engine.observer import EngineObserver, PoolView
 from preempt_engine.sequence import Request
 from preempt_engine.step import SequenceKey
@@ -41,6 +47,7 @@ FEATURES = (
     "processor",
     "function",
     "grammar",
+    "branches",
 )
 _PROMPT_IDS = range(1, 12)
 _REGEXES = ("[a-f]{3,12}x", "(ab|cd){2,9}", "[0-9]{4,14}")
@@ -114,7 +121,8 @@ def random_trial(seed: int, features: Iterable[str] = FEATURES) -> Trial:
     ]
     arrivals.sort(key=lambda arrival: arrival.step)
     longest = max(len(item.prompt_token_ids) + item.params.max_tokens for item in arrivals)
-    num_blocks = -(-longest // block_size) + source.randint(0, 4)
+    most_branches = max(item.params.n for item in arrivals)
+    num_blocks = most_branches * -(-longest // block_size) + source.randint(0, 4)
     names = [str(index) for index in range(len(arrivals))]
     steps = range(1, 40)
     return Trial(
@@ -124,7 +132,9 @@ def random_trial(seed: int, features: Iterable[str] = FEATURES) -> Trial:
             "num_kv_blocks": num_blocks,
             "block_size": block_size,
             "max_num_batched_tokens": source.choice((1, 3, 8, 64)),
-            "max_num_seqs": source.choice((1, 2, 8)),
+            "max_num_seqs": max(source.choice((1, 2, 8)), most_branches),
+            "preemption_mode": source.choice(("recompute", "swap")),
+            "swap_space_blocks": source.choice((1, num_blocks // 2, 2 * num_blocks)),
             "enable_prefix_caching": source.random() < 0.7,
             "block_reuse_order": source.choice(("fifo", "lifo", "random")),
             "watermark": source.choice((0.0, 0.1)),
@@ -203,6 +213,8 @@ def _feature_options(feature: str, source: random.Random, max_tokens: int) -> di
             return {"logits_processors": [ChecksumLane()]}
         case "function":
             return {"logits_processors": [discourage_recent]}
+        case "branches":
+            return {"n": source.choice((1, 2, 3)), "temperature": 1.0}
     regex = source.choice((*_REGEXES, None))
     structured = StructuredOutputsParams(regex=regex, json=None if regex else _SCHEMA)
     return {"structured_outputs": structured, "ignore_eos": False}
@@ -225,7 +237,7 @@ class Watcher(EngineObserver):
         logprobs: Sequence[dict[int, float]] | None,
         text: str,
     ) -> None:
-        name = key.request_id
+        name = str(key)
         self.token_ids.setdefault(name, []).extend(token_ids)
         self.text[name] = self.text.get(name, "") + text
 
@@ -341,37 +353,47 @@ def compare(trial: Trial, model: dict[str, Any] = EXACT) -> tuple[list[str], int
 
 
 def _differences(name: str, output: RequestOutput, expected: RequestOutput) -> Iterable[str]:
-    mine, other = output.outputs[0], expected.outputs[0]
-    cut = len(mine.token_ids) if mine.finish_reason == "abort" else None
+    known = output.prompt_logprobs
+    aborted = any(branch.finish_reason == "abort" for branch in output.outputs)
+    cut = len(known) if aborted and known is not None else None
     pairs: list[tuple[str, Any, Any]] = [
-        ("token_ids", mine.token_ids, other.token_ids[:cut]),
-        ("logprobs", mine.logprobs, other.logprobs and other.logprobs[:cut]),
-        ("error", str(output.error), str(expected.error)),
+        ("prompt_logprobs", known, known and (expected.prompt_logprobs or [])[:cut]),
+        ("error", str(output.error), "None" if aborted else str(expected.error)),
+        ("number of branches", len(output.outputs), len(expected.outputs)),
     ]
-    if cut is None:
-        pairs += [
-            ("text", mine.text, other.text),
-            ("finish_reason", mine.finish_reason, other.finish_reason),
-            ("stop_reason", mine.stop_reason, other.stop_reason),
-            ("cumulative_logprob", mine.cumulative_logprob, other.cumulative_logprob),
-            ("prompt_logprobs", output.prompt_logprobs, expected.prompt_logprobs),
-        ]
-    else:
-        known = output.prompt_logprobs
-        pairs.append(("prompt_logprobs", known, known and expected.prompt_logprobs[: len(known)]))
+    for mine, other in zip(output.outputs, expected.outputs, strict=False):
+        pairs += _branch_pairs(mine, other)
     for what, got, wanted in pairs:
-        if got != wanted and not (cut is not None and what == "error"):
+        if got != wanted:
             yield f"request {name}: {what} is {got}, undisturbed {wanted}"
 
 
+def _branch_pairs(mine: CompletionOutput, other: CompletionOutput) -> list[tuple[str, Any, Any]]:
+    if mine.finish_reason == "abort":
+        end = len(mine.token_ids)
+        return [
+            ("token_ids", mine.token_ids, other.token_ids[:end]),
+            ("logprobs", mine.logprobs, other.logprobs and other.logprobs[:end]),
+        ]
+    return [
+        ("token_ids", mine.token_ids, other.token_ids),
+        ("logprobs", mine.logprobs, other.logprobs),
+        ("text", mine.text, other.text),
+        ("finish_reason", mine.finish_reason, other.finish_reason),
+        ("stop_reason", mine.stop_reason, other.stop_reason),
+        ("cumulative_logprob", mine.cumulative_logprob, other.cumulative_logprob),
+    ]
+
+
 def _delivery_problems(name: str, output: RequestOutput, watcher: Watcher) -> Iterable[str]:
-    branch = output.outputs[0]
-    if watcher.token_ids.get(name, []) != branch.token_ids:
-        yield f"request {name}: {watcher.token_ids.get(name)} were delivered"
-    if watcher.text.get(name, "") != branch.text:
-        yield f"request {name}: the text {watcher.text.get(name)!r} was delivered"
-    if branch.logprobs is not None and len(branch.logprobs) != len(branch.token_ids):
-        yield f"request {name}: {len(branch.logprobs)} log probabilities"
+    for branch in output.outputs:
+        key = f"{name}.{branch.index}"
+        if watcher.token_ids.get(key, []) != branch.token_ids:
+            yield f"branch {key}: {watcher.token_ids.get(key)} were delivered"
+        if watcher.text.get(key, "") != branch.text:
+            yield f"branch {key}: the text {watcher.text.get(key)!r} was delivered"
+        if branch.logprobs is not None and len(branch.logprobs) != len(branch.token_ids):
+            yield f"branch {key}: {len(branch.logprobs)} log probabilities"
     if output.num_cached_tokens != watcher.num_first_hits.get(name, 0):
         yield f"request {name}: num_cached_tokens is {output.num_cached_tokens}"
 
