@@ -355,7 +355,12 @@ class LLM:
         step = self.schedule()
         if step is None:
             return ended_early
-        return ended_early + self.update(step, self.execute(step).result())
+        try:
+            logits = self.execute(step).result()
+        except BaseException:
+            self.scheduler.leave_step(step)
+            raise
+        return ended_early + self.update(step, logits)
 
     def schedule(self) -> SchedulerOutput | None:
         """First phase: decide the next step; None when there is nothing to compute."""

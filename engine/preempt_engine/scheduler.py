@@ -274,10 +274,14 @@ class Scheduler:
             sequence.num_steps_since_admission += 1
             if item.start < sequence.num_prefill_tokens:
                 sequence.num_chunks += 1
+        self.leave_step(step)
+        return requests
+
+    def leave_step(self, step: SchedulerOutput) -> None:
+        """Nobody works at the step any more, done or failed: what waited for it is free."""
         self._step_in_flight = None
         self.blocks.pass_fence(step.step_id)
         self.swapper.host.pass_fence(step.step_id)
-        return requests
 
     def _admit_urgent(self, step: SchedulerOutput) -> None:
         """Admit waiting requests that are more urgent than a running one, at its cost if need be.

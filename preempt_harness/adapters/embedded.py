@@ -14,6 +14,7 @@ from preempt_harness.adapters import protocol
 from preempt_harness.adapters.embedded_pool import EnginePool
 from preempt_harness.adapters.protocol import EngineSettings, KnownIssue, SessionInfo
 from preempt_harness.admission import AdmissionModel
+from preempt_harness.errors import HarnessError
 from preempt_harness.processors import PROCESSORS
 from preempt_harness.record import AnyEvent, RequestResult, Score, SequenceOutput
 from preempt_harness.workload import BeamSpec, RequestSpec, SamplingSpec
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from preempt_engine.tokenizer import HFTokenizer
 
 _NEEDS_ENGINE = 'pip install "preempt-harness[engine]"'
+
+
+class UnsupportedSamplingError(HarnessError):
+    """Sampling parameters that the engine does not combine."""
 
 
 class EmbeddedAdapter:
@@ -229,6 +234,9 @@ _SAMPLING_FIELDS = (
 )
 
 
+_BEAM_FIELDS = frozenset({"beam", "max_tokens", "ignore_eos", "stop_token_ids"})
+
+
 def _params(spec: SamplingSpec) -> SamplingParams | BeamSearchParams:
     return _sampling_params(spec) if spec.beam is None else _beam_params(spec, spec.beam)
 
@@ -249,6 +257,17 @@ def _sampling_params(spec: SamplingSpec) -> SamplingParams:
 def _beam_params(spec: SamplingSpec, beam: BeamSpec) -> BeamSearchParams:
     from preempt_engine import BeamSearchParams
 
+    plain = SamplingSpec()
+    unknown = [
+        name
+        for name in spec.__struct_fields__
+        if name not in _BEAM_FIELDS and getattr(spec, name) != getattr(plain, name)
+    ]
+    if unknown:
+        raise UnsupportedSamplingError(
+            f"The embedded engine's beam search knows no {', '.join(unknown)}.",
+            "Leave them out, or sample with n instead of beam.",
+        )
     return BeamSearchParams(
         beam_width=beam.num_beams,
         max_tokens=spec.max_tokens,

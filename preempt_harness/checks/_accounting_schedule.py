@@ -41,6 +41,7 @@ class _Preemptions:
         self._freed_in: dict[str, int] = {}
         self._scheduled_in: dict[str, int] = {}
         self._away: dict[str, int] = {}
+        self._swapped: set[str] = set()
         self._branched: set[str] = set()
         self._num_tokens: Counter[str] = Counter()
         self._computed: dict[str, set[int]] = {}
@@ -68,6 +69,7 @@ class _Preemptions:
             self._preempt(event)
         elif isinstance(event, Resumed | Finished | Aborted):
             self._away.pop(event.request, None)
+            self._swapped.discard(event.request)
         elif isinstance(event, StepLaunched | StepDone):
             self._judge_away(event.step)
             if isinstance(event, StepDone):
@@ -95,6 +97,11 @@ class _Preemptions:
         self.listing.count("preemptions judged")
         request = event.request
         held = any(request_of(seq) == request for seq in self._tables.leases)
+        if event.mode == "swap":
+            self._swapped.add(request)
+        elif request in self._swapped:  # what it has in host blocks can be taken away too
+            self._swapped.discard(request)
+            held = True
         if not held and self._freed_in.pop(request, None) != event.step:
             self.listing.report(
                 Code.ACC_PREEMPTED_EMPTY,

@@ -6,7 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from preempt_harness.adapters.child import ChildHost
-from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, Session
+from preempt_harness.adapters.protocol import (
+    EngineAdapter,
+    EngineSettings,
+    KeepsEngines,
+    Session,
+)
 from preempt_harness.adapters.registry import AdapterError, AdapterRegistry
 
 ISOLATIONS = ("none", "process")
@@ -45,14 +50,18 @@ def usable_adapter(name: str) -> EngineAdapter:
 def session_opener(
     adapter: EngineAdapter, isolation: str | None = None
 ) -> Iterator[Callable[[EngineSettings], Session]]:
-    """How to open sessions: in this process, or in a child that ends with the context.
+    """How to open sessions: in this process, or in a child. No process outlives the context.
 
     Args:
         adapter: of the engine.
         isolation: "none" or "process"; None takes the adapter's own.
     """
     if (isolation or adapter.isolation) == "none":
-        yield adapter.open
+        try:
+            yield adapter.open
+        finally:
+            if isinstance(adapter, KeepsEngines):
+                adapter.close_kept()
         return
     host = ChildHost(adapter, POLL_TIMEOUT_S)
     try:

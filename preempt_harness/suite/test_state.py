@@ -140,6 +140,21 @@ def test_reset_with_running_requests(preempt: PreemptHarness) -> None:
     result.assert_clean()
 
 
+@pytest.mark.preempt_requires("reset_running_requests", "swap")
+def test_reset_while_requests_are_swapped_out(preempt: PreemptHarness) -> None:
+    """What lies in host blocks was computed before the reset, too."""
+    block = block_size(preempt)
+    requests = [request(preempt, f"r{i}", 3 * block + i, 4 * block) for i in range(3)]
+    workload = Workload(
+        requests=requests,
+        operations=[Operation(kind="reset_running_requests", step=step) for step in range(5, 8)],
+    )
+    result = preempt.run(workload, plan="preempt-all@out=4:swap", block_size=block)
+    result.assert_preempted(mode="swap")
+    result.assert_preempted(mode="recompute", at_least=3)
+    result.assert_clean()
+
+
 @pytest.mark.preempt_requires("queue_limit")
 def test_a_preempted_request_is_never_refused_by_the_queue_limit(preempt: PreemptHarness) -> None:
     block = block_size(preempt)

@@ -28,19 +28,21 @@ class Expected:
 
 
 def expected_outputs(
-    prompt: list[int], params: SamplingParams | BeamSearchParams, seed: int = 0
+    prompt: list[int], params: SamplingParams | BeamSearchParams, num_ranks: int = 1
 ) -> list[Expected]:
-    """One per branch. `seed` is the request's, where `params` name none."""
+    """One per branch; whoever samples brings a seed."""
     if isinstance(params, BeamSearchParams):
-        return _beams(prompt, params)
-    if params.seed is not None:
-        seed = params.seed
-    return [_branch(prompt, params, branch_seed(seed, branch)) for branch in range(params.n)]
+        return _beams(prompt, params, num_ranks)
+    seed = params.seed
+    assert seed is not None
+    return [
+        _branch(prompt, params, branch_seed(seed, branch), num_ranks) for branch in range(params.n)
+    ]
 
 
-def _branch(prompt: list[int], params: SamplingParams, seed: int) -> Expected:
+def _branch(prompt: list[int], params: SamplingParams, seed: int, num_ranks: int) -> Expected:
     """A request of its own with that seed: its branch is 0."""
-    history = ReferenceSequence(prompt)
+    history = ReferenceSequence(prompt, num_ranks=num_ranks)
     stop_ids = _stop_ids(params)
     token_ids: list[int] = []
     logprobs: list[dict[int, float]] = []
@@ -63,8 +65,15 @@ def _branch(prompt: list[int], params: SamplingParams, seed: int) -> Expected:
         history.append(token.token_id)
 
 
-def _beams(prompt: list[int], params: BeamSearchParams) -> list[Expected]:
+def _beams(prompt: list[int], params: BeamSearchParams, num_ranks: int) -> list[Expected]:
     """See `preempt_engine.beam_search` for the rules."""
+
+    def logprobs_after(tokens: list[int]) -> list[float]:
+        history = ReferenceSequence(prompt + tokens, num_ranks=num_ranks)
+        logits = [float(logit) for logit in ExactLogits([history.digest], VOCAB_SIZE).row(0)]
+        log_sum = math.log(sum(math.exp(logit) for logit in logits))
+        return [logit - log_sum for logit in logits]
+
     width, stop_ids = params.beam_width, _stop_ids(params)
     running: list[tuple[float, list[int]]] = [(0.0, [])]
     finished: list[tuple[float, list[int]]] = []
@@ -72,7 +81,7 @@ def _beams(prompt: list[int], params: BeamSearchParams) -> list[Expected]:
         continuations = [
             (score + logprob, [*tokens, token_id])
             for score, tokens in running
-            for token_id, logprob in enumerate(_logprobs(prompt + tokens))
+            for token_id, logprob in enumerate(logprobs_after(tokens))
         ]
         continuations.sort(key=lambda entry: -entry[0])
         best = continuations[: width * max(2, 1 + len(stop_ids))]
@@ -91,24 +100,15 @@ def _beams(prompt: list[int], params: BeamSearchParams) -> list[Expected]:
             reached = params.max_tokens if patient else length
             if running[0][0] / reached**params.length_penalty <= finished[-1][0]:
                 break
-    return [_expected_beam(prompt, score, tokens, stop_ids) for score, tokens in finished]
-
-
-def _expected_beam(
-    prompt: list[int], score: float, tokens: list[int], stop_ids: frozenset[int]
-) -> Expected:
-    logprobs = [
-        {token_id: _logprobs(prompt + tokens[:index])[token_id]}
-        for index, token_id in enumerate(tokens)
-    ]
-    return Expected(tokens, logprobs, "stop" if tokens[-1] in stop_ids else "length", score)
-
-
-def _logprobs(token_ids: list[int]) -> list[float]:
-    digest = ReferenceSequence(token_ids).digest
-    logits = [float(logit) for logit in ExactLogits([digest], VOCAB_SIZE).row(0)]
-    log_sum = math.log(sum(math.exp(logit) for logit in logits))
-    return [logit - log_sum for logit in logits]
+    expected = []
+    for score, tokens in finished:
+        logprobs = [
+            {token_id: logprobs_after(tokens[:index])[token_id]}
+            for index, token_id in enumerate(tokens)
+        ]
+        reason = "stop" if tokens[-1] in stop_ids else "length"
+        expected.append(Expected(tokens, logprobs, reason, score))
+    return expected
 
 
 def _stop_ids(params: SamplingParams | BeamSearchParams) -> frozenset[int]:

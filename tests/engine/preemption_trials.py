@@ -13,11 +13,11 @@ from random import Random
 from typing import Any
 
 import pytest
-from exact_reference import VOCAB_SIZE, Expected, expected_outputs
 
 from preempt_engine import LLM, BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams
 from preempt_engine.observer import EngineObserver
 from preempt_engine.step import SchedulerOutput
+from tests.engine.exact_reference import VOCAB_SIZE, Expected, expected_outputs
 
 Params = SamplingParams | BeamSearchParams
 MAX_STEPS = 5000  # far beyond the few hundred that the largest trial takes
@@ -30,17 +30,27 @@ class Case:
     prompt: list[int]
     params: Params
     arrival_step: int = 0
+    priority: int = 0
     abort_step: int | None = None
 
 
 @dataclass
 class Trial:
-    """What to run. `forced` is step -> (request, mode); `held` is step -> blocks to withhold."""
+    """What to run.
+
+    Attributes:
+        forced: step -> (request, mode).
+        held: step -> blocks to withhold.
+        priorities: step -> (request, its new priority).
+        resets: steps before which the cache is reset and what runs is preempted.
+    """
 
     options: dict[str, Any]
     cases: list[Case]
     forced: dict[int, list[tuple[int, str]]] = field(default_factory=dict)
     held: dict[int, int] = field(default_factory=dict)
+    priorities: dict[int, tuple[int, int]] = field(default_factory=dict)
+    resets: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -106,7 +116,16 @@ def draw_trial(rng: Random) -> Trial:
     if rng.random() < 0.2:
         start = rng.randint(1, 15)
         held = {start: rng.randint(1, num_blocks), start + rng.randint(1, 6): 0}
-    return Trial(options, cases, forced, held)
+    trial = Trial(options, cases, forced, held)
+    if rng.random() < 0.2:
+        trial.resets = {rng.randint(1, 20) for _ in range(2)}
+    if rng.random() < 0.5:
+        options["scheduling_policy"] = "priority"
+        for case in cases:
+            case.priority = rng.randrange(3)
+        for _ in range(rng.choice([0, 0, 3])):
+            trial.priorities[rng.randint(1, 20)] = rng.randrange(len(cases)), rng.randrange(3)
+    return trial
 
 
 def draw_case(rng: Random, base: list[int], block_size: int) -> Case:
@@ -150,7 +169,8 @@ def draw_params(rng: Random) -> Params:
 
 def run_trial(trial: Trial) -> Outcome:
     """Run it and assert that nobody noticed the preemptions."""
-    with LLM("exact", exact_vocab_size=VOCAB_SIZE, **trial.options) as llm:
+    options = {"exact_vocab_size": VOCAB_SIZE, "debug_worker_state": True} | trial.options
+    with LLM("exact", **options) as llm:
         observer = CountingObserver(llm)
         llm.set_observer(observer)
         outputs: dict[str, RequestOutput] = {}
@@ -167,7 +187,8 @@ def run_trial(trial: Trial) -> Outcome:
             step += 1
         assert_idle(llm)
         for index, case in enumerate(trial.cases):
-            assert_as_expected(case, outputs[str(index)].outputs)
+            num_ranks = llm.config.tensor_parallel_size
+            assert_as_expected(case, outputs[str(index)].outputs, num_ranks)
         counts = observer.counts
         counts["swapped blocks"] = llm.counters.num_swapped_out_blocks
         counts["trials with a preemption"] = bool(llm.counters.num_preemptions)
@@ -207,7 +228,7 @@ def _last_action(trial: Trial) -> int:
 def _act(llm: LLM, trial: Trial, step: int, outputs: dict[str, RequestOutput]) -> None:
     for index, case in enumerate(trial.cases):
         if case.arrival_step == step:
-            llm.add_request(case.prompt, case.params, request_id=str(index))
+            llm.add_request(case.prompt, case.params, request_id=str(index), priority=case.priority)
         if case.abort_step == step and case.arrival_step < step:
             aborted = llm.abort_request(str(index))
             if aborted is not None:
@@ -215,6 +236,12 @@ def _act(llm: LLM, trial: Trial, step: int, outputs: dict[str, RequestOutput]) -
             llm.scheduler.check_integrity()
     for index, mode in trial.forced.get(step, ()):
         llm.preempt_request(str(index), mode)  # type: ignore[arg-type]
+    if step in trial.priorities:
+        index, priority = trial.priorities[step]
+        llm.set_priority(str(index), priority)
+    if step in trial.resets:
+        llm.reset_prefix_cache(reset_running_requests=True)
+        llm.scheduler.check_integrity()
     if step in trial.held:
         llm.hold_blocks(trial.held[step])
 
@@ -228,9 +255,9 @@ def assert_idle(llm: LLM) -> None:
     assert len(host.free_blocks) == host.num_blocks
 
 
-def assert_as_expected(case: Case, outputs: list[CompletionOutput]) -> None:
+def assert_as_expected(case: Case, outputs: list[CompletionOutput], num_ranks: int = 1) -> None:
     """Ids, log probabilities, reasons and scores; of what was aborted, its beginning."""
-    expected = expected_outputs(case.prompt, case.params)
+    expected = expected_outputs(case.prompt, case.params, num_ranks)
     assert len(outputs) == len(expected)
     for got, want in zip(outputs, expected, strict=True):
         if got.finish_reason == "abort":

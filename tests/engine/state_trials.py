@@ -47,7 +47,6 @@ FEATURES = (
     "processor",
     "function",
     "grammar",
-    "branches",
 )
 _PROMPT_IDS = range(1, 12)
 _REGEXES = ("[a-f]{3,12}x", "(ab|cd){2,9}", "[0-9]{4,14}")
@@ -120,9 +119,11 @@ def random_trial(seed: int, features: Iterable[str] = FEATURES) -> Trial:
         for _ in range(source.randint(1, 5))
     ]
     arrivals.sort(key=lambda arrival: arrival.step)
-    longest = max(len(item.prompt_token_ids) + item.params.max_tokens for item in arrivals)
-    most_branches = max(item.params.n for item in arrivals)
-    num_blocks = most_branches * -(-longest // block_size) + source.randint(0, 4)
+    num_blocks = max(
+        item.params.n * -(-(len(item.prompt_token_ids) + item.params.max_tokens) // block_size)
+        for item in arrivals
+    )
+    num_blocks += source.randint(0, 4)
     names = [str(index) for index in range(len(arrivals))]
     steps = range(1, 40)
     return Trial(
@@ -132,9 +133,9 @@ def random_trial(seed: int, features: Iterable[str] = FEATURES) -> Trial:
             "num_kv_blocks": num_blocks,
             "block_size": block_size,
             "max_num_batched_tokens": source.choice((1, 3, 8, 64)),
-            "max_num_seqs": max(source.choice((1, 2, 8)), most_branches),
+            "max_num_seqs": max(item.params.n for item in arrivals) + source.choice((0, 1, 7)),
             "preemption_mode": source.choice(("recompute", "swap")),
-            "swap_space_blocks": source.choice((1, num_blocks // 2, 2 * num_blocks)),
+            "swap_space_blocks": source.choice((0, num_blocks // 2, 2 * num_blocks)),
             "enable_prefix_caching": source.random() < 0.7,
             "block_reuse_order": source.choice(("fifo", "lifo", "random")),
             "watermark": source.choice((0.0, 0.1)),
@@ -178,6 +179,7 @@ def _random_params(source: random.Random, features: list[str]) -> SamplingParams
         "temperature": 0.0,
         "ignore_eos": source.random() < 0.7,
         "max_tokens": source.choice((0, 1, 2, 5, 9, 17)),
+        "n": source.choice((1, 1, 2, 3)),
     }
     for feature in features:
         if source.random() < 0.6:
@@ -213,8 +215,6 @@ def _feature_options(feature: str, source: random.Random, max_tokens: int) -> di
             return {"logits_processors": [ChecksumLane()]}
         case "function":
             return {"logits_processors": [discourage_recent]}
-        case "branches":
-            return {"n": source.choice((1, 2, 3)), "temperature": 1.0}
     regex = source.choice((*_REGEXES, None))
     structured = StructuredOutputsParams(regex=regex, json=None if regex else _SCHEMA)
     return {"structured_outputs": structured, "ignore_eos": False}
@@ -225,8 +225,8 @@ class Watcher(EngineObserver):
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.token_ids: dict[str, list[int]] = {}
-        self.text: dict[str, str] = {}
+        self.token_ids: dict[SequenceKey, list[int]] = {}
+        self.text: dict[SequenceKey, str] = {}
         self.num_first_hits: dict[str, int] = {}
 
     def tokens_delivered(
@@ -237,9 +237,8 @@ class Watcher(EngineObserver):
         logprobs: Sequence[dict[int, float]] | None,
         text: str,
     ) -> None:
-        name = str(key)
-        self.token_ids.setdefault(name, []).extend(token_ids)
-        self.text[name] = self.text.get(name, "") + text
+        self.token_ids.setdefault(key, []).extend(token_ids)
+        self.text[key] = self.text.get(key, "") + text
 
     def blocks_allocated(
         self, step_id: int, key: SequenceKey, block_ids: Sequence[int], num_cached: int
@@ -353,47 +352,47 @@ def compare(trial: Trial, model: dict[str, Any] = EXACT) -> tuple[list[str], int
 
 
 def _differences(name: str, output: RequestOutput, expected: RequestOutput) -> Iterable[str]:
-    known = output.prompt_logprobs
-    aborted = any(branch.finish_reason == "abort" for branch in output.outputs)
-    cut = len(known) if aborted and known is not None else None
+    for mine, other in zip(output.outputs, expected.outputs, strict=True):
+        yield from _branch_differences(f"request {name}.{mine.index}", mine, other)
+    was_aborted = any(branch.finish_reason == "abort" for branch in output.outputs)
+    known, wanted = output.prompt_logprobs, expected.prompt_logprobs
+    if was_aborted:
+        wanted = known and wanted and wanted[: len(known)]
+    if known != wanted:
+        yield f"request {name}: prompt_logprobs is {known}, undisturbed {wanted}"
+    if str(output.error) != str(expected.error) and not was_aborted:
+        yield f"request {name}: error is {output.error}, undisturbed {expected.error}"
+
+
+def _branch_differences(
+    name: str, mine: CompletionOutput, other: CompletionOutput
+) -> Iterable[str]:
+    cut = len(mine.token_ids) if mine.finish_reason == "abort" else None
     pairs: list[tuple[str, Any, Any]] = [
-        ("prompt_logprobs", known, known and (expected.prompt_logprobs or [])[:cut]),
-        ("error", str(output.error), "None" if aborted else str(expected.error)),
-        ("number of branches", len(output.outputs), len(expected.outputs)),
+        ("token_ids", mine.token_ids, other.token_ids[:cut]),
+        ("logprobs", mine.logprobs, other.logprobs and other.logprobs[:cut]),
     ]
-    for mine, other in zip(output.outputs, expected.outputs, strict=False):
-        pairs += _branch_pairs(mine, other)
+    if cut is None:
+        pairs += [
+            ("text", mine.text, other.text),
+            ("finish_reason", mine.finish_reason, other.finish_reason),
+            ("stop_reason", mine.stop_reason, other.stop_reason),
+            ("cumulative_logprob", mine.cumulative_logprob, other.cumulative_logprob),
+        ]
     for what, got, wanted in pairs:
         if got != wanted:
-            yield f"request {name}: {what} is {got}, undisturbed {wanted}"
-
-
-def _branch_pairs(mine: CompletionOutput, other: CompletionOutput) -> list[tuple[str, Any, Any]]:
-    if mine.finish_reason == "abort":
-        end = len(mine.token_ids)
-        return [
-            ("token_ids", mine.token_ids, other.token_ids[:end]),
-            ("logprobs", mine.logprobs, other.logprobs and other.logprobs[:end]),
-        ]
-    return [
-        ("token_ids", mine.token_ids, other.token_ids),
-        ("logprobs", mine.logprobs, other.logprobs),
-        ("text", mine.text, other.text),
-        ("finish_reason", mine.finish_reason, other.finish_reason),
-        ("stop_reason", mine.stop_reason, other.stop_reason),
-        ("cumulative_logprob", mine.cumulative_logprob, other.cumulative_logprob),
-    ]
+            yield f"{name}: {what} is {got}, undisturbed {wanted}"
 
 
 def _delivery_problems(name: str, output: RequestOutput, watcher: Watcher) -> Iterable[str]:
     for branch in output.outputs:
-        key = f"{name}.{branch.index}"
+        key = SequenceKey(name, branch.index)
         if watcher.token_ids.get(key, []) != branch.token_ids:
-            yield f"branch {key}: {watcher.token_ids.get(key)} were delivered"
+            yield f"{key}: {watcher.token_ids.get(key)} were delivered"
         if watcher.text.get(key, "") != branch.text:
-            yield f"branch {key}: the text {watcher.text.get(key)!r} was delivered"
+            yield f"{key}: the text {watcher.text.get(key)!r} was delivered"
         if branch.logprobs is not None and len(branch.logprobs) != len(branch.token_ids):
-            yield f"branch {key}: {len(branch.logprobs)} log probabilities"
+            yield f"{key}: {len(branch.logprobs)} log probabilities"
     if output.num_cached_tokens != watcher.num_first_hits.get(name, 0):
         yield f"request {name}: num_cached_tokens is {output.num_cached_tokens}"
 

@@ -12,6 +12,7 @@ from naive_model import engine, generate_one
 
 from preempt_engine import LLM, RequestOutput, SamplingParams
 from preempt_engine.errors import ConfigError
+from preempt_engine.observer import EngineObserver
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, presence_penalty=0.5)
 PROMPTS = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 9], [7]]
@@ -136,3 +137,20 @@ def test_late_arrivals_give_what_early_ones_do() -> None:
             outputs.update({output.request_id: output for output in llm.step()})
     outputs.update(drain(llm))
     assert [outputs[name]["token_ids"] for name in names] == expected()
+
+
+def test_a_generate_whose_step_is_interrupted_gives_every_block_back() -> None:
+    """Blocks of a step that never ends would be withheld for ever."""
+
+    class Interrupt(EngineObserver):
+        def step_launched(self, step_id: int) -> None:
+            if step_id == 1:
+                raise KeyboardInterrupt
+
+    llm = engine(num_kv_blocks=3)
+    llm.set_observer(Interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPTS[0]], PARAMS, use_tqdm=False)
+    llm.set_observer(None)
+    assert llm.scheduler.pool_counts().fenced == 0
+    assert not llm.has_unfinished_requests()

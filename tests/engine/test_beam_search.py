@@ -7,10 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exact_reference import VOCAB_SIZE, expected_outputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preemption_trials import (
+
+from preempt_engine import LLM, BeamSearchParams, SamplingParams
+from preempt_engine.beam_search import BeamSearch
+from preempt_engine.errors import ConfigError
+from tests.engine.exact_reference import VOCAB_SIZE, expected_outputs
+from tests.engine.preemption_trials import (
     Case,
     Trial,
     assert_as_expected,
@@ -19,10 +23,6 @@ from preemption_trials import (
     run_trial,
     step_watched,
 )
-
-from preempt_engine import LLM, BeamSearchParams, SamplingParams
-from preempt_engine.beam_search import BeamSearch
-from preempt_engine.errors import ConfigError
 
 BLOCK = 4
 PROMPT = [5, 6, 7, 8, 9, 10]  # a block and a half

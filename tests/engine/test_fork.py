@@ -12,11 +12,11 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from trivial_block_manager import TrivialBlockManager
 
 from preempt_engine.block_manager import BlockManager, num_private_copies
 from preempt_engine.sequence import Sequence
 from preempt_engine.step import SequenceKey
+from tests.engine.trivial_block_manager import TrivialBlockManager
 
 BLOCK = 4
 

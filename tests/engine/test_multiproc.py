@@ -97,7 +97,7 @@ def test_a_rank_that_goes_wrong_is_named_and_nothing_is_left(
     assert not any(psutil.pid_exists(pid) for pid in processes)
     assert open_files() == before
     with pytest.raises(EngineClosedError, match="Rank 1"):
-        llm.step()
+        generate(llm)
     llm.close()
 
 

@@ -6,10 +6,14 @@ from random import Random
 from typing import Any
 
 import pytest
-from exact_reference import VOCAB_SIZE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preemption_trials import (
+
+from preempt_engine import LLM, RequestOutput, SamplingParams
+from preempt_engine.sampling.noise import branch_seed
+from preempt_engine.worker.exact_runner import ExactRunner
+from tests.engine.exact_reference import VOCAB_SIZE
+from tests.engine.preemption_trials import (
     Case,
     Trial,
     assert_as_expected,
@@ -18,10 +22,6 @@ from preemption_trials import (
     run_trial,
     step_watched,
 )
-
-from preempt_engine import LLM, RequestOutput, SamplingParams
-from preempt_engine.sampling.noise import branch_seed
-from preempt_engine.worker.exact_runner import ExactRunner
 
 BLOCK = 4
 PROMPT = [5, 6, 7, 8, 9, 10]  # a block and a half

@@ -7,16 +7,22 @@ from random import Random
 from typing import Any
 
 import pytest
-from exact_reference import VOCAB_SIZE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preemption_trials import Case, assert_as_expected, assert_idle, draw_trial, run_trial
 
 from preempt_engine import LLM, RequestOutput, SamplingParams
 from preempt_engine.errors import ConfigError
 from preempt_engine.host_pool import HostPool
 from preempt_engine.observer import EngineObserver
 from preempt_engine.step import SchedulerOutput
+from tests.engine.exact_reference import VOCAB_SIZE
+from tests.engine.preemption_trials import (
+    Case,
+    assert_as_expected,
+    assert_idle,
+    draw_trial,
+    run_trial,
+)
 
 BLOCK = 4
 PROMPT = [5, 6, 7, 8, 9, 10]  # a block and a half
@@ -28,7 +34,9 @@ def engine(**options: Any) -> LLM:
 
 
 def params(max_tokens: int = 12, **changes: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **changes)
+    return SamplingParams(
+        temperature=0.0, seed=0, max_tokens=max_tokens, ignore_eos=True, **changes
+    )
 
 
 def steps(llm: LLM, outputs: dict[str, RequestOutput]) -> Iterator[SchedulerOutput]:
@@ -94,6 +102,32 @@ def test_reserved_blocks_that_hold_nothing_yet_are_not_copied() -> None:
     assert llm.counters.num_swapped_out_blocks == 2  # 5 of 29 tokens
     assert llm.counters.num_recomputed_tokens == 0
     assert_as_expected(Case(list(range(1, 30)), params()), outputs["0"].outputs)
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["between steps", "in flight"])
+def test_a_reset_of_running_requests_takes_back_what_was_swapped_out(within: bool) -> None:
+    """Nothing computed before the reset is read after it, from the host neither."""
+    llm = engine(debug_worker_state=True)
+    case = Case(PROMPT, SamplingParams(n=3, seed=3, max_tokens=12, ignore_eos=True))
+    llm.add_request(case.prompt, case.params)
+    advance(llm, 3)
+    llm.preempt_request("0", "swap")
+    step = llm.schedule()
+    assert step is not None
+    assert step.swap_out
+    handle = llm.execute(step)
+    if within:
+        llm.reset_prefix_cache(reset_running_requests=True)
+    llm.update(step, handle.result())
+    if not within:
+        llm.reset_prefix_cache(reset_running_requests=True)
+    llm.scheduler.check_integrity()
+    outputs = run_to_end(llm)
+    assert llm.counters.num_swapped_in_blocks == 0
+    assert llm.counters.num_preemptions == outputs["0"].num_preemptions == 2
+    # Of 8 positions of each branch: the full block of the prompt once, the others each.
+    assert llm.counters.num_recomputed_tokens == 4 + 3 * 4
+    assert_as_expected(case, outputs["0"].outputs)
 
 
 def test_tokens_are_not_sent_to_workers_again() -> None:
@@ -299,3 +333,14 @@ def test_the_swap_space_is_sized(options: dict[str, Any], expected: int) -> None
 @given(st.randoms(use_true_random=False))
 def test_any_mix_of_requests_plans_and_modes_gives_the_closed_form(rng: Random) -> None:
     run_trial(draw_trial(rng))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_rank_swaps_copies_and_forks(seed: int) -> None:
+    """The output is the closed form of two ranks only if neither lost anything."""
+    rng = Random(seed)
+    trial = draw_trial(rng)
+    while len({type(case.params) for case in trial.cases}) < 2 or len(trial.forced) < 2:
+        trial = draw_trial(rng)
+    trial.options["tensor_parallel_size"] = 2
+    run_trial(trial)

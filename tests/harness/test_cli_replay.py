@@ -101,19 +101,25 @@ class ForgetfulAdapter(EmbeddedAdapter):
     num_opened = 0
 
     def open(self, settings: EngineSettings) -> EmbeddedSession:
-        type(self).num_opened += 1
-        silent = not self.moody or self.num_opened % 2 == 0
-        return ForgetfulSession(settings) if silent else EmbeddedSession(settings)
+        self.num_opened += 1
+        session = super().open(settings)
+        if not self.moody or self.num_opened % 2 == 0:
+            self._make_forgetful(session)
+        return session
+
+    @staticmethod
+    def _make_forgetful(session: EmbeddedSession) -> None:
+        poll = session.poll
+
+        def forgetful_poll(timeout_s: float) -> Sequence[AnyEvent]:
+            return [event for event in poll(timeout_s) if not isinstance(event, BlocksFreed)]
+
+        session.poll = forgetful_poll  # type: ignore[method-assign]
 
 
 class MoodyAdapter(ForgetfulAdapter):
     name = "moody"
     moody = True
-
-
-class ForgetfulSession(EmbeddedSession):
-    def poll(self, timeout_s: float) -> Sequence[AnyEvent]:
-        return [event for event in super().poll(timeout_s) if not isinstance(event, BlocksFreed)]
 
 
 class EntryPoint:

@@ -74,7 +74,7 @@ def test_outputs_cut_by_the_models_length_are_whole(capsys: pytest.CaptureFixtur
         (["--max_model_len", "100"], "raise --max_model_len"),
         (["--num_seqs", "0"], "Give 1 or more"),
         (["--num_seqs", "1"], "Add requests"),
-        (["--tp", "2"], "tensor_parallel_size=1"),
+        (["--gpu_mem_util", "2"], "Give a share"),
         (["--model", "/no/such/folder"], "hub id"),
         (["--model", "tiny-gpt7"], "Known:"),
         (["--temperature", "-1"], "temperature must be 0 or more"),
