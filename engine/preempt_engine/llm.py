@@ -9,12 +9,19 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
+from preempt_engine.batch import (
+    Params,
+    Prompt,
+    params_list,
+    priority_list,
+    progress_bar,
+    prompt_list,
+)
 from preempt_engine.beam_search import BeamSearch
 from preempt_engine.config import EngineConfig, PreemptionMode
 from preempt_engine.errors import (
@@ -25,6 +32,7 @@ from preempt_engine.errors import (
     EngineStalledError,
     InfeasibleRequestError,
     QueueFullError,
+    WorkerError,
 )
 from preempt_engine.executor.protocol import Executor
 from preempt_engine.executor.uniproc import UniprocExecutor
@@ -50,9 +58,6 @@ from preempt_engine.worker.hooks import run_worker_hooks
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-Prompt = str | Seq[int]
-Params = SamplingParams | BeamSearchParams
 
 
 class LLM:
@@ -131,23 +136,29 @@ class LLM:
                 "generate() was called while requests of add_request() are unfinished.",
                 "Finish them with step() first, or add the new prompts with add_request().",
             )
-        prompt_list = _as_prompt_list(prompts)
-        params_list = _as_params_list(sampling_params, len(prompt_list))
-        priorities = _as_priority_list(priority, len(prompt_list))
-        arrivals = zip(prompt_list, params_list, priorities, strict=True)
+        listed = prompt_list(prompts)
+        arrivals = zip(
+            listed,
+            params_list(sampling_params, len(listed)),
+            priority_list(priority, len(listed)),
+            strict=True,
+        )
         outputs: list[RequestOutput] = []
         try:
-            with _progress_bar(len(prompt_list), enabled=use_tqdm) as advance:
-                while len(outputs) < len(prompt_list) or self.has_unfinished_requests():
+            with progress_bar(len(listed), enabled=use_tqdm) as advance:
+                while len(outputs) < len(listed) or self.has_unfinished_requests():
                     # Prompts wait here while the queue is full; none is refused.
                     while not self._queue_is_full() and (arrival := next(arrivals, None)):
                         outputs.append(self._submit(*arrival))
                     for output in self.step():
                         if output.finished:
                             advance()
-        finally:  # nothing of a call that failed half-way stays behind
+        except WorkerError:  # the engine is closed by it
+            raise
+        except BaseException:  # nothing of a call that failed half-way stays behind
             for output in outputs:
                 self._withdraw(output)
+            raise
         return outputs
 
     def stream(
@@ -961,48 +972,3 @@ def _tokenizer_path(config: EngineConfig) -> str:
     from preempt_engine.models.config import resolve_model
 
     return str(resolve_model(config.tokenizer))
-
-
-def _as_prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [cast("Seq[int]", prompts)]
-    return list(cast("Seq[Prompt]", prompts))
-
-
-def _as_params_list(params: Params | Seq[Params] | None, num_prompts: int) -> list[Params]:
-    if params is None or isinstance(params, SamplingParams | BeamSearchParams):
-        return [params or SamplingParams()] * num_prompts
-    if len(params) != num_prompts:
-        raise ConfigError(
-            f"{len(params)} SamplingParams for {num_prompts} prompts.",
-            "Give one for all prompts, or one per prompt.",
-        )
-    return list(params)
-
-
-def _as_priority_list(priority: Seq[int] | None, num_prompts: int) -> list[int]:
-    if priority is None:
-        return [0] * num_prompts
-    if len(priority) != num_prompts:
-        raise ConfigError(
-            f"{len(priority)} priorities for {num_prompts} prompts.", "Give one per prompt."
-        )
-    return list(priority)
-
-
-@contextmanager
-def _progress_bar(total: int, *, enabled: bool) -> Iterator[Callable[[], None]]:
-    """Yields a function to call once per finished request."""
-    if not enabled:
-        yield lambda: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, desc="Generating", unit="request", dynamic_ncols=True) as bar:
-
-        def advance() -> None:
-            bar.update(1)
-
-        yield advance

@@ -117,8 +117,14 @@ class OutputBuilder:
         return text
 
     def fail(self, error: EngineError) -> str:
-        """End the branch with an error of the request; returns the text that was held back."""
-        self.output.error = error
+        """End the branch with an error of the request; returns the text that was held back.
+
+        Of several branches that fail, the first one's error is the request's: which of them fails
+        earlier depends on how they were scheduled.
+        """
+        before = self.output.outputs[: self.completion.index]
+        if not any(branch.finish_reason == "error" for branch in before):
+            self.output.error = error
         return self.finish("error")
 
     def _push(self, token_id: int) -> str:

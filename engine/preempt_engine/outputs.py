@@ -49,7 +49,7 @@ class RequestOutput:
             as the prompt is computed. None when not asked for.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
         num_preemptions: times the request lost its blocks.
-        error: why `finish_reason` is "error".
+        error: why `finish_reason` is "error"; of several branches, the first that has it.
     """
 
     request_id: str

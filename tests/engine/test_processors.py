@@ -167,3 +167,19 @@ def test_a_processor_cannot_lift_a_ban() -> None:
         logits_processors=[favour],
     )
     assert 9 not in generate_one(engine(), PROMPT, params)["token_ids"]
+
+
+@given(preempt_at=preemptions, budget=st.integers(1, 5))
+def test_of_several_branches_that_fail_the_first_ones_error_is_told(
+    preempt_at: list[int], budget: int
+) -> None:
+    def fail_sometimes(output_token_ids: list[int], scores: Any) -> Any:
+        if output_token_ids and output_token_ids[-1] % 4 == 0:
+            raise ValueError(f"{output_token_ids}")
+        return scores
+
+    params = replace(GREEDY, temperature=1.0, n=4, seed=5, logits_processors=[fail_sometimes])
+    output = generate_one(engine(preempt_at, max_num_batched_tokens=budget), PROMPT, params)
+    failed = [branch for branch in output.outputs if branch.finish_reason == "error"]
+    assert len(failed) > 1
+    assert f"raised ValueError: {failed[0].token_ids}." in str(output.error)
