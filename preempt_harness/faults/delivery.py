@@ -1,0 +1,127 @@
+"""Delivery: what reaches the user of a request that was preempted."""
+
+from __future__ import annotations
+
+from preempt_harness.faults.fault import Fault, Patch
+
+_APPEND = "preempt_engine.llm:LLM._append_token"
+_JUST_RESUMED = "request.num_preemptions and request.num_steps_since_admission <= 1"
+
+FAULTS = (
+    Fault(
+        name="logprobs-missing-after-resume",
+        mechanism="the first token after a resume comes without log probabilities",
+        source="sglang, test of logprobs under retraction",
+        expected=("DEL",),
+        patches=(
+            Patch(
+                _APPEND,
+                "self.scheduler.append_token(request, token.token_id)",
+                f"if {_JUST_RESUMED}:\n"
+                "        token = type(token)(token.token_id, None)\n"
+                "    self.scheduler.append_token(request, token.token_id)",
+            ),
+        ),
+    ),
+    Fault(
+        name="logprobs-doubled-after-resume",
+        mechanism="the log probabilities of the first token after a resume are recorded twice",
+        source="mechanism",
+        expected=("DEL",),
+        patches=(
+            Patch(
+                _APPEND,
+                "text = builder.append(token)",
+                "text = builder.append(token)\n"
+                f"    if builder.completion.logprobs and {_JUST_RESUMED}:\n"
+                "        builder.completion.logprobs.append(builder.completion.logprobs[-1])",
+            ),
+        ),
+    ),
+    Fault(
+        name="token-delivered-again-after-resume",
+        mechanism="the first token after a resume is delivered twice",
+        source="mechanism",
+        expected=("DEL", "TOK"),
+        patches=(
+            Patch(
+                _APPEND,
+                "text = builder.append(token)",
+                f"if {_JUST_RESUMED} and builder.completion.finish_reason is None:\n"
+                "        builder.completion.token_ids.append(token.token_id)\n"
+                "    text = builder.append(token)",
+            ),
+        ),
+    ),
+    Fault(
+        name="stream-misses-the-first-token-after-resume",
+        mechanism="the stream skips the first token after a resume, the final output has it",
+        source="mechanism",
+        expected=("DEL", "ACC"),
+        patches=(
+            Patch(
+                _APPEND,
+                "if self.scheduler.observer is not None:",
+                f"if self.scheduler.observer is not None and not ({_JUST_RESUMED}):",
+            ),
+        ),
+    ),
+    Fault(
+        name="text-lost-after-resume",
+        mechanism="the text of the first token after a resume is not streamed",
+        source="mechanism",
+        expected=("DEL",),
+        patches=(
+            Patch(
+                _APPEND,
+                "text = builder.append(token)",
+                "text = builder.append(token)\n"
+                f"    text = '' if {_JUST_RESUMED} else text",
+            ),
+        ),
+    ),
+    Fault(
+        name="finish-reason-of-a-victim",
+        mechanism="a request that was preempted ends as stopped, not as full",
+        source="mechanism",
+        expected=("DEL",),
+        patches=(
+            Patch(
+                "preempt_engine.output_builder:OutputBuilder.append",
+                'self.finish("length", None)',
+                'self.finish("stop" if self.output.num_preemptions else "length", None)',
+            ),
+        ),
+    ),
+    Fault(
+        name="abort-loses-what-was-delivered",
+        mechanism="a preempted request that is aborted gives back no tokens",
+        source="mechanism",
+        expected=("DEL",),
+        patches=(
+            Patch(
+                "preempt_engine.llm:LLM.abort_request",
+                'builder.finish("abort")',
+                'builder.finish("abort")\n'
+                "    if request.num_preemptions:\n"
+                "        builder.completion.token_ids.clear()",
+            ),
+        ),
+    ),
+    Fault(
+        name="neighbours-token-after-a-preemption",
+        mechanism="in the step after a preemption two requests get each other's token",
+        source="mechanism",
+        expected=("TOK", "KVSAN"),
+        patches=(
+            Patch(
+                "preempt_engine.llm:LLM._deliver",
+                "tokens = sample(logits, [sample_request for _, sample_request in wanted])",
+                "tokens = sample(logits, [sample_request for _, sample_request in wanted])\n"
+                "    if len(tokens) > 1 and any(request.num_preemptions and"
+                " request.num_steps_since_admission == 1 for request, _ in wanted):\n"
+                "        tokens = tokens[::-1]",
+            ),
+        ),
+    ),
+)

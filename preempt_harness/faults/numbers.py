@@ -1,0 +1,146 @@
+"""Counters that a preemption spoils."""
+
+from __future__ import annotations
+
+from preempt_harness.faults.fault import Fault, Patch
+
+_SCHEDULER = "preempt_engine.scheduler:Scheduler"
+_CACHED = "self.counters.num_cached_tokens += num_cached_tokens"
+
+FAULTS = (
+    Fault(
+        name="recompute-counted-as-hits",
+        mechanism="what a preempted request finds again is counted as prefix-cache hits",
+        source="https://github.com/vllm-project/vllm/issues/25780",
+        expected=("ACC",),
+        patches=(
+            Patch(
+                f"{_SCHEDULER}._admit",
+                "self.blocks.share(sequence, hits)",
+                "self.counters.num_cached_tokens += num_cached_tokens"
+                " * (request.num_preemptions > 0)\n"
+                "    self.blocks.share(sequence, hits)",
+            ),
+        ),
+    ),
+    Fault(
+        name="cached-count-of-the-last-admission",
+        mechanism="a request's cached tokens are those of its last admission",
+        source="https://github.com/vllm-project/vllm/issues/36757",
+        expected=("ACC",),
+        patches=(
+            Patch(
+                f"{_SCHEDULER}._admit",
+                "self.blocks.share(sequence, hits)",
+                "request.num_cached_tokens = num_cached_tokens\n"
+                "    self.blocks.share(sequence, hits)",
+            ),
+        ),
+    ),
+    Fault(
+        name="self-preemption-not-counted",
+        mechanism="forced preemptions are missing from the counter",
+        source="https://github.com/sgl-project/sglang/pull/14431",
+        expected=("ACC",),
+        patches=(
+            Patch(
+                f"{_SCHEDULER}._preempt",
+                "self.counters.num_preemptions += 1",
+                "self.counters.num_preemptions += reason != 'forced' or len(self.waiting) > 0",
+            ),
+        ),
+    ),
+    Fault(
+        name="preemption-counted-twice",
+        mechanism="a request's own count of preemptions is raised twice",
+        source="mechanism",
+        expected=("ACC",),
+        patches=(
+            Patch(
+                f"{_SCHEDULER}._preempt",
+                "request.num_preemptions += 1",
+                "request.num_preemptions += 2",
+            ),
+        ),
+    ),
+    Fault(
+        name="recomputed-count-ends-with-the-prompt",
+        mechanism="outputs that are computed again are not counted as recomputed",
+        source="mechanism",
+        expected=("ACC",),
+        patches=(
+            Patch(
+                f"{_SCHEDULER}._schedule_tokens",
+                "min(end, sequence.max_computed_tokens)",
+                "min(end, sequence.max_computed_tokens, sequence.num_prompt_tokens)",
+            ),
+        ),
+    ),
+    Fault(
+        name="high-water-mark-forgotten",
+        mechanism="the mark of what was computed before is lost with the blocks",
+        source="mechanism",
+        expected=("ACC",),
+        patches=(
+            Patch(
+                "preempt_engine.sequence:Sequence.forget_cache",
+                "self.set_computed(0)",
+                "self.set_computed(0)\n    self.max_computed_tokens = 0",
+            ),
+        ),
+    ),
+    Fault(
+        name="aborted-counted-as-finished",
+        mechanism="aborted requests are counted as finished",
+        source="mechanism",
+        expected=("ACC",),
+        patches=(
+            Patch(
+                f"{_SCHEDULER}.abort",
+                "self._leave(request)",
+                "self._leave(request)\n    self.counters.num_finished_requests += 1",
+            ),
+        ),
+    ),
+    Fault(
+        name="generated-tokens-counted-again",
+        mechanism="the first token after a resume is counted twice",
+        source="mechanism",
+        expected=("ACC",),
+        patches=(
+            Patch(
+                f"{_SCHEDULER}.append_token",
+                "self.counters.num_generated_tokens += 1",
+                "self.counters.num_generated_tokens += 1 + (request.num_preemptions > 0"
+                " and request.num_steps_since_admission == 1)",
+            ),
+        ),
+    ),
+    Fault(
+        name="empty-steps-counted",
+        mechanism="steps that compute nothing are counted",
+        source="mechanism",
+        expected=("ACC",),
+        patches=(
+            Patch(
+                f"{_SCHEDULER}.schedule",
+                "self.next_step_id += 1",
+                "self.next_step_id += 1\n"
+                "    self.counters.num_steps += not (self.running or self.waiting.in_order())",
+            ),
+        ),
+    ),
+    Fault(
+        name="preemptions-missing-after-abort",
+        mechanism="the output of an aborted request does not tell of its last preemptions",
+        source="mechanism",
+        expected=("ACC",),
+        patches=(
+            Patch(
+                "preempt_engine.llm:LLM.abort_request",
+                "self._note_counts(builder, request)",
+                "pass",
+            ),
+        ),
+    ),
+)
