@@ -6,6 +6,7 @@ plans. The same seed gives the same trial.
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import msgspec
@@ -13,6 +14,8 @@ import msgspec
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings
 from preempt_harness.budget import KVBudget
+from preempt_harness.explore.search import SearchOutcome, TrialRunner, search
+from preempt_harness.explore.strategy import SearchTask
 from preempt_harness.generators import FEATURES, random_workload
 from preempt_harness.plan import (
     Action,
@@ -31,6 +34,7 @@ from preempt_harness.workload import Workload
 
 _BLOCK_SIZES = (1, 2, 3, 4, 4, 4, 8, 16)
 _TOKEN_BUDGETS = (3, 7, 16, 64, 2048)
+_TRIALS_PER_SEED = 1_000_000  # so that two seeds share no trial
 _MAX_SLACK = 4  # blocks above the smallest feasible pool
 
 
@@ -137,3 +141,18 @@ def _random_action(source: random.Random, workload: Workload) -> Action:
         start = source.randint(0, horizon)
         return Squeeze("all", start, start + source.randint(1, 8))
     return RandomPreempt(0.1, source.randint(1, 6), source.randrange(1000))
+
+
+class RandomTrials:
+    """Strategy "random": independent trials, without end."""
+
+    name = "random"
+
+    def explore(self, runner: TrialRunner, task: SearchTask) -> SearchOutcome:
+        """Trials number 0, 1, ... of the seed."""
+        first = task.seed * _TRIALS_PER_SEED
+        trials = (
+            random_trial(number, runner.adapter, model=task.model)
+            for number in itertools.count(first)
+        )
+        return search(trials, runner, max_trials=task.max_trials, max_cpu_s=task.max_cpu_s)

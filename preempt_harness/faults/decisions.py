@@ -106,8 +106,7 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}._schedule_waiting",
                 "request = self.waiting.peek()",
-                "request = min(self.waiting.in_order(),"
-                " key=lambda item: item.sequence.num_tokens)",
+                "request = min(self.waiting.in_order(), key=lambda item: item.sequence.num_tokens)",
             ),
             Patch(
                 f"{_SCHEDULER}._schedule_waiting",

@@ -75,8 +75,7 @@ FAULTS = (
             Patch(
                 _APPEND,
                 "text = builder.append(token)",
-                "text = builder.append(token)\n"
-                f"    text = '' if {_JUST_RESUMED} else text",
+                f"text = builder.append(token)\n    text = '' if {_JUST_RESUMED} else text",
             ),
         ),
     ),

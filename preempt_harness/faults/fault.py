@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from preempt_harness.errors import HarnessError
 
+REACHED = "reached()"
+"""In the text of a patch: true, and counts. For faults that are wrong under a condition only."""
+
 
 class FaultError(HarnessError):
     """Base of what can go wrong with faults."""
@@ -29,8 +32,9 @@ class Patch:
     Attributes:
         target: "module:Class.method" or "module:function".
         old: text that the function's source has exactly once, as it stands there.
-        new: what stands there instead.
-        reached: count the patch as reached when it runs; False for one that only prepares.
+        new: what stands there instead. Where it says `reached()`, that counts as reaching the
+            fault; otherwise its first line does.
+        reached: False for a patch that only prepares another, and counts nothing.
     """
 
     target: str

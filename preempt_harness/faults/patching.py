@@ -7,7 +7,6 @@ changed place reports that it was reached.
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
 
-from preempt_harness.faults.fault import Fault, FaultTargetError, Patch
+from preempt_harness.faults.fault import REACHED, Fault, FaultTargetError, Patch
 
 _MARKER = "__fault_reached__"
 _FUTURE_FLAGS = sum(
@@ -42,11 +41,12 @@ class PlantedFault:
     num_reached: int = 0
     on_first: Callable[[], None] | None = field(default=None, repr=False)
 
-    def reach(self) -> None:
-        """A faulty line is about to run."""
+    def reach(self) -> bool:
+        """A faulty line is about to run; always true, so that it can stand in a condition."""
         self.num_reached += 1
         if self.num_reached == 1 and self.on_first is not None:
             self.on_first()
+        return True
 
 
 @contextmanager
@@ -125,8 +125,8 @@ def _changed_code(fault: Fault, function: FunctionType, patches: list[Patch]) ->
     # From the top down, so that lines noted before stay where they are.
     for patch in sorted(patches, key=lambda patch: source.index(patch.old)):
         index = source.index(patch.old)
-        source = source.replace(patch.old, patch.new)
-        if patch.reached:
+        source = source.replace(patch.old, patch.new.replace(REACHED, f"{_MARKER}()"))
+        if REACHED not in patch.new and patch.reached:
             lines.append(source.count("\n", 0, index) + 1)
     tree = ast.parse(source)
     for line in lines:

@@ -27,7 +27,9 @@ FAULTS = (
         source="mechanism",
         expected=("TOK",),
         patches=(
-            Patch(_SAMPLE_REQUEST, "seed=request.seed", "seed=request.seed + request.num_preemptions"),
+            Patch(
+                _SAMPLE_REQUEST, "seed=request.seed", "seed=request.seed + request.num_preemptions"
+            ),
         ),
     ),
     Fault(
