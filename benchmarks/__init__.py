@@ -1,1 +1,1 @@
-"""Benchmarks, run by hand: `python -m benchmarks.NAME` from the repository root. No test runs them."""
+"""Benchmarks, run by hand from the repository root: `python -m benchmarks.NAME`."""

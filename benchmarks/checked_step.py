@@ -15,6 +15,7 @@ import gc
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import msgspec
@@ -24,13 +25,14 @@ from preempt_engine import LLM, SamplingParams
 from preempt_harness.adapters.embedded import EmbeddedAdapter
 from preempt_harness.adapters.protocol import EngineSettings
 from preempt_harness.budget import KVBudget
-from preempt_harness.checks import run_checks
-from preempt_harness.record import Baseline
+from preempt_harness.checks import CheckOptions, run_checks
+from preempt_harness.checks.run import PARTS
+from preempt_harness.record import Baseline, TrialRecord
 from preempt_harness.trial import Trial, run_trial
 from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
 
 _CONTEXTS = (100, 1000, 4000)
-_SHORT, _LONG = 32, 288  # output tokens of each request in the two trials
+_SHORT, _LONG = 32, 544  # output tokens of each request in the two trials
 
 
 def main() -> None:
@@ -39,18 +41,15 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=16, help="requests that run at once")
     arguments = parser.parse_args()
     print(machine())
-    rows = []
+    rows, by_part = [], []
     for context in _CONTEXTS:
         short = trial_of(arguments.running, context, _SHORT)
         long = trial_of(arguments.running, context, _LONG)
-        figures = paired(
-            {
-                "unchecked": lambda short=short, long=long: _step_us(unchecked, short, long),
-                "recorded": lambda short=short, long=long: _step_us(recorded, short, long),
-                "checked": lambda short=short, long=long: _step_us(checked, short, long),
-            },
-            arguments.repeats,
-        )
+        costs = {
+            run.__name__: partial(_step_us, run, short, long)
+            for run in (unchecked, recorded, checked)
+        }
+        figures = paired(costs, arguments.repeats)
         rows.append(
             [
                 f"{context}",
@@ -59,10 +58,27 @@ def main() -> None:
                 f"{median_ratio(figures['checked'], figures['unchecked']):.2f}",
             ]
         )
-    print(f"{arguments.running} requests, us per decode step of all")
+        by_part.append(part_costs(short, long, arguments.repeats))
+    print(f"{arguments.running} requests; us per step that decodes one token of each")
     print_table(
-        ["context", "unchecked", "recorded", "checked", "recorded ratio", "checked ratio"], rows
+        ["prompt", "unchecked", "recorded", "checked", "recorded ratio", "checked ratio"], rows
     )
+    print("\nus per step of each part of a check")
+    print_table(
+        ["part", *(f"prompt {context}" for context in _CONTEXTS)],
+        [[name, *(f"{costs[name]:.0f}" for costs in by_part)] for name in by_part[0]],
+    )
+
+
+def part_costs(short: Trial, long: Trial, repeats: int) -> dict[str, float]:
+    """Part of a check -> microseconds per step, median."""
+    records = [_own_baseline(run_trial(trial, EmbeddedAdapter())) for trial in (short, long)]
+    costs: dict[str, Callable[[], float]] = {}
+    for part in PARTS:
+        judge = [partial(part.run, record, CheckOptions()) for record in records]
+        costs[f"{part.check} {part.part}"] = partial(_difference_us, *judge)
+    figures = paired(costs, repeats)
+    return {name: median(values) for name, values in figures.items()}
 
 
 def trial_of(running: int, context: int, max_tokens: int) -> Trial:
@@ -121,21 +137,30 @@ def recorded(trial: Trial) -> None:
 
 
 def checked(trial: Trial) -> None:
-    """With everything; the output is its own baseline, so that every check has its input."""
-    record = run_trial(trial, EmbeddedAdapter())
-    record.baseline = Baseline(kind="same-config", results=record.results)
-    findings = run_checks(record).findings
+    """With everything."""
+    findings = run_checks(_own_baseline(run_trial(trial, EmbeddedAdapter()))).findings
     assert not findings, findings[0]
 
 
+def _own_baseline(record: TrialRecord) -> TrialRecord:
+    """The output as its own baseline, so that every check has its input."""
+    record.baseline = Baseline(kind="same-config", results=record.results)
+    return record
+
+
 def _step_us(run: Callable[[Trial], None], short: Trial, long: Trial) -> float:
-    return 1e6 * (_cpu_seconds(run, long) - _cpu_seconds(run, short)) / (_LONG - _SHORT)
+    return _difference_us(partial(run, short), partial(run, long))
 
 
-def _cpu_seconds(run: Callable[[Trial], None], trial: Trial) -> float:
+def _difference_us(short: Callable[[], object], long: Callable[[], object]) -> float:
+    """What a step between the lengths of both costs, in microseconds of CPU time."""
+    return 1e6 * (_cpu_seconds(long) - _cpu_seconds(short)) / (_LONG - _SHORT)
+
+
+def _cpu_seconds(run: Callable[[], object]) -> float:
     gc.collect()
     started = time.process_time()
-    run(trial)
+    run()
     return time.process_time() - started
 
 

@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 
-def paired(
-    variants: Mapping[str, Callable[[], float]], repeats: int
-) -> dict[str, list[float]]:
+def paired(variants: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
     """Measure every variant once per repeat, in alternating order, so that drift hits all alike.
 
     Args:
@@ -22,7 +20,7 @@ def paired(
     """
     figures: dict[str, list[float]] = {name: [] for name in variants}
     for repeat in range(repeats):
-        order = list(variants) if repeat % 2 == 0 else list(reversed(variants))
+        order = list(variants) if repeat % 2 == 0 else list(variants)[::-1]
         for name in order:
             figures[name].append(variants[name]())
     return figures

@@ -21,6 +21,7 @@ from preempt_harness.plan import Action, PreemptionPlan
 from preempt_harness.prompts import PromptSource
 from preempt_harness.record import TrialRecord
 from preempt_harness.result import TrialResult
+from preempt_harness.tolerances import ToleranceTable, shipped
 from preempt_harness.trial import Trial, run_trial
 from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
 
@@ -43,6 +44,7 @@ class PreemptHarness:
         replayed: run this trial, whatever a test asks for.
         poll_timeout_s: longest wait for an engine that cannot be stepped.
         test: node id, for reports.
+        tolerances: for near ties; None takes those that ship.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class PreemptHarness:
         replayed: Trial | None = None,
         poll_timeout_s: float = 60.0,
         test: str = "",
+        tolerances: ToleranceTable | None = None,
     ) -> None:
         self.adapter = adapter
         self.defaults = {"model": adapter.models[0], "seed": seed, **(defaults or {})}
@@ -65,6 +68,7 @@ class PreemptHarness:
         self.baselines = baselines or BaselineStore(self.run_unjudged)
         self._replayed = replayed
         self._poll_timeout_s = poll_timeout_s
+        self._tolerances = tolerances or shipped()
         settings = self.settings()
         self.vocab_size = adapter.vocab_size(settings)
         has_text = adapter.encode(settings, "text") is not None
@@ -190,6 +194,7 @@ class PreemptHarness:
             trial=trial,
             record=record,
             admission=self.adapter.admission_model(trial.settings),
+            tolerance=self._tolerances.of(record.header),
             expect_preemption=expect_preemption,
             test=self.test,
             started=started,

@@ -114,7 +114,19 @@ def pytest_runtest_makereport(
         from preempt_harness.marks import CALL_REPORT
 
         item.stash[CALL_REPORT] = report
+        _expect_known_issue(item, report)
     return report
+
+
+def _expect_known_issue(item: pytest.Item, report: pytest.TestReport) -> None:
+    from preempt_harness import known_issues
+    from preempt_harness.marks import preempt_values
+    from preempt_harness.session_state import session_state
+
+    adapter = session_state(item.config).adapter(preempt_values(item).get("engine"))
+    issue = known_issues.issue_of(adapter, item.name)
+    if issue is not None:
+        known_issues.apply(issue, report)
 
 
 def pytest_assertrepr_compare(

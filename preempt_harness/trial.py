@@ -84,14 +84,16 @@ def run_trial(
     _check_capabilities(trial, plan, adapter)
     session = (open_session or adapter.open)(trial.settings)
     run = _Run(trial, plan, adapter, session, poll_timeout_s)
+    errors: list[Exception] = []
     try:
         run.loop()
     except Exception as error:
-        run.events.append(_engine_error(run.step, error))
+        errors.append(error)
     try:
-        run.events += session.close()
+        run.events += session.close()  # what the engine did before it failed comes first
     except Exception as error:
-        run.events.append(_engine_error(run.step, error))
+        errors.append(error)
+    run.events += [_engine_error(run.step, error) for error in errors]
     return TrialRecord(header=run.header(), events=run.events, results=session.results())
 
 

@@ -6,6 +6,7 @@ Knows neither torch nor the model's own configuration; `dtype` and `device` are 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -47,6 +48,11 @@ class EngineConfig:
         block_reuse_order: which free block is handed out first.
         exact_vocab_size: vocabulary of the exact model, 32 to 256.
         skip_tokenizer_init: token ids only; no text.
+        worker_timeout_s: longest a rank may take over one step; then the step fails.
+        worker_start_timeout_s: longest a rank may take to start and load its shard.
+        debug_worker_state: every step carries a checksum of what each rank must know.
+        worker_hooks: "module:function" or "module:function:argument", called in every rank with
+            its runner, and the argument, before the first step.
     """
 
     model: str
@@ -71,6 +77,10 @@ class EngineConfig:
     block_reuse_order: BlockReuseOrder = "fifo"
     exact_vocab_size: int = 64
     skip_tokenizer_init: bool = False
+    worker_timeout_s: float = 60.0
+    worker_start_timeout_s: float = 300.0
+    debug_worker_state: bool = False
+    worker_hooks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _POSITIVE_INTEGERS:
@@ -88,11 +98,6 @@ class EngineConfig:
                 f"exact_vocab_size={self.exact_vocab_size} is not in [32, 256].",
                 "Choose a vocabulary in that range.",
             )
-        if self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size}: this engine has one rank.",
-                "Use tensor_parallel_size=1.",
-            )
         if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError(
                 "num_kv_blocks and kv_cache_memory_bytes are both given; each sizes the pool.",
@@ -100,6 +105,9 @@ class EngineConfig:
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed={self.seed!r} is not an integer.", "Give an integer.")
+        for name in ("worker_timeout_s", "worker_start_timeout_s"):
+            _check_seconds(name, getattr(self, name))
+        _check_worker_hooks(self.worker_hooks)
 
     @property
     def is_exact(self) -> bool:
@@ -117,6 +125,9 @@ class EngineConfig:
         for name in kwargs:
             if name not in known:
                 raise ConfigError(f"LLM has no argument {name!r}.", _suggest(name, known))
+        hooks = kwargs.get("worker_hooks")
+        if isinstance(hooks, list):  # as plain data from a file has it
+            kwargs = kwargs | {"worker_hooks": tuple(hooks)}
         return cls(model=model, **kwargs)
 
 
@@ -143,6 +154,20 @@ def _check_range(name: str, value: float, low: float, high: float) -> None:
         raise ConfigError(
             f"{name}={value} is not in ({low}, {high}].", "Give a share, such as 0.9."
         )
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{name}={value!r} is not a time.", "Give seconds, more than 0.")
+
+
+def _check_worker_hooks(hooks: object) -> None:
+    if isinstance(hooks, tuple) and all(isinstance(hook, str) and ":" in hook for hook in hooks):
+        return
+    raise ConfigError(
+        f"worker_hooks={hooks!r} is not a tuple of import strings.",
+        'Give a tuple such as ("package.module:function",).',
+    )
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -56,3 +56,61 @@ class NonFiniteLogitsError(EngineError, ArithmeticError):
 
 class EngineClosedError(EngineError, RuntimeError):
     """The engine was used after `close()`."""
+
+
+class WireProtocolError(EngineError, RuntimeError):
+    """Bytes between driver and worker are not a message of this version of the protocol."""
+
+
+class WorkerError(EngineError, RuntimeError):
+    """Something happened to the process of one rank; the engine is closed by it.
+
+    Args:
+        message: what happened, naming the rank.
+        advice: what to do about it.
+        rank: tensor parallel rank.
+        worker_traceback: where that rank was, as Python prints it; "" if it is not known.
+    """
+
+    def __init__(
+        self, message: str, advice: str, rank: int = 0, worker_traceback: str = ""
+    ) -> None:
+        super().__init__(message, advice)
+        self.rank = rank
+        self.worker_traceback = worker_traceback
+        if worker_traceback:
+            self.add_note(f"Traceback of rank {rank}:\n{worker_traceback}")
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, int, str]]:  # type: ignore[override]
+        return type(self), (self.message, self.advice, self.rank, self.worker_traceback)
+
+
+class WorkerDiedError(WorkerError):
+    """A rank's process ended by itself: a signal, an exit, or before it was ready."""
+
+
+class WorkerFailedError(WorkerError):
+    """A rank raised an exception that is none of the engine's own."""
+
+
+class WorkerTimeoutError(WorkerError, TimeoutError):
+    """A rank did not answer within `worker_timeout_s` or `worker_start_timeout_s`."""
+
+    def __str__(self) -> str:  # OSError, a base of TimeoutError, would format its own arguments
+        return f"{self.message} {self.advice}"
+
+
+class WorkerOutOfMemoryError(WorkerError, MemoryError):
+    """A rank could not allocate memory."""
+
+
+class WorkerStateDriftError(WorkerError):
+    """What a rank knows of a sequence is not what the scheduler knows (`debug_worker_state`)."""
+
+
+class CollectiveError(WorkerError):
+    """A rank's collective operation failed, usually because another rank is gone."""
+
+
+class EngineBusyError(EngineError, RuntimeError):
+    """`reset()` was called while requests are unfinished or blocks are held."""

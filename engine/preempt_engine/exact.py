@@ -15,6 +15,10 @@ Logits are pseudo-random functions of the digest whose two largest values differ
 `TOP_GAP`, so there are no ties, and one wrong, missing or exchanged slot changes the next token
 with probability 1 - 1/vocabulary. The undisturbed output is a closed form of the prompt:
 `reference_generate`.
+
+Under tensor parallelism every rank keeps a cache of its own, salted with its rank, and computes a
+share of each digest. The digest is the sum of the shares, as an all-reduce would add them, so one
+rank that reads one wrong slot changes the output.
 """
 
 from __future__ import annotations
@@ -212,6 +216,15 @@ class ExactCache:
         return state
 
 
+def combine_digests(shares: Sequence[Sequence[int]]) -> list[int]:
+    """Digest of each row from the shares of all ranks; one rank's share is the digest itself.
+
+    Args:
+        shares: per rank, its digest of each row.
+    """
+    return [sum(row) & _MASK for row in zip(*shares, strict=True)]
+
+
 class ExactLogits:
     """A `LogitsBatch` made of digests; rows of logits are computed only when asked for.
 
@@ -253,27 +266,32 @@ class ReferenceSequence:
 
     Args:
         token_ids: the history so far.
-        salt: as given to `ExactCache`.
+        salt: as given to the `ExactCache` of rank 0; rank r has salt + r.
+        num_ranks: tensor parallel size.
     """
 
-    def __init__(self, token_ids: Iterable[int] = (), salt: int = 0) -> None:
-        self._salt = salt
-        self._previous = _ROOT
-        self._total = 0
+    def __init__(self, token_ids: Iterable[int] = (), salt: int = 0, *, num_ranks: int = 1) -> None:
+        self._salts = range(salt, salt + num_ranks)
+        self._previous = [_ROOT] * num_ranks
+        self._totals = [0] * num_ranks
         self._length = 0
         for token_id in token_ids:
             self.append(token_id)
 
     def append(self, token_id: int) -> None:
         """Extend the history by one token."""
-        self._previous = chain_value(self._previous, token_id, self._length, self._salt)
-        self._total = (self._total + _contribution(self._previous, self._length)) & _MASK
+        for rank, salt in enumerate(self._salts):
+            value = chain_value(self._previous[rank], token_id, self._length, salt)
+            self._previous[rank] = value
+            self._totals[rank] += _contribution(value, self._length)
         self._length += 1
 
     @property
     def digest(self) -> int:
         """Digest of the last position; the logits that follow the history derive from it."""
-        return mix(self._total ^ (self._length - 1))
+        position = self._length - 1
+        shares = [[mix((total & _MASK) ^ position)] for total in self._totals]
+        return combine_digests(shares)[0]
 
 
 def reference_generate(
@@ -282,6 +300,7 @@ def reference_generate(
     vocab_size: int,
     *,
     salt: int = 0,
+    num_ranks: int = 1,
     stop_token_ids: Collection[int] = (),
 ) -> list[int]:
     """Greedy output of the exact model, from the prompt alone.
@@ -290,10 +309,11 @@ def reference_generate(
         prompt_token_ids: at least one token.
         max_tokens: most output tokens.
         vocab_size: tokens in the vocabulary.
-        salt: as given to `ExactCache`.
+        salt: as given to the `ExactCache` of rank 0.
+        num_ranks: tensor parallel size; another size is another model.
         stop_token_ids: end the output; the stop token is its last.
     """
-    sequence = ReferenceSequence(prompt_token_ids, salt)
+    sequence = ReferenceSequence(prompt_token_ids, salt, num_ranks=num_ranks)
     output: list[int] = []
     while len(output) < max_tokens:
         token_id = sequence.digest % vocab_size

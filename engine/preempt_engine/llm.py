@@ -7,6 +7,7 @@ applies what came out. Tokens are applied in `update` and nowhere else.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,11 +17,12 @@ from typing import Any, Self, cast
 from preempt_engine.config import EngineConfig
 from preempt_engine.errors import (
     ConfigError,
+    EngineBusyError,
     EngineClosedError,
     EngineStalledError,
     InfeasibleRequestError,
 )
-from preempt_engine.executor.protocol import Executor, Runner
+from preempt_engine.executor.protocol import Executor
 from preempt_engine.executor.uniproc import UniprocExecutor
 from preempt_engine.observer import EngineObserver
 from preempt_engine.output_builder import OutputBuilder
@@ -34,6 +36,8 @@ from preempt_engine.sequence import Request
 from preempt_engine.step import LogitsBatch, SchedulerOutput, StepHandle
 from preempt_engine.tokenizer import ExactTokenizer, HFTokenizer, Tokenizer
 from preempt_engine.victims import PreemptionController
+from preempt_engine.worker.build import build_runner
+from preempt_engine.worker.hooks import run_worker_hooks
 
 Prompt = str | Sequence[int]
 
@@ -63,8 +67,7 @@ class LLM:
         **options: Any,
     ) -> None:
         config = EngineConfig.from_kwargs(os.fspath(model), options)
-        runner, self.config, self.tokenizer = _build(config)
-        self._executor: Executor = UniprocExecutor(runner)
+        self._executor, self.config, self.tokenizer = _build(config)
         self.scheduler = Scheduler(
             self.config, self._executor.num_kv_blocks, controller=preemption_controller
         )
@@ -298,6 +301,33 @@ class LLM:
         """Size of the pool in blocks."""
         return self._executor.num_kv_blocks
 
+    def reset(
+        self,
+        *,
+        preemption_controller: PreemptionController | None = None,
+        observer: EngineObserver | None = None,
+    ) -> None:
+        """Make the engine as good as new, for another trial: same weights, same workers.
+
+        Queues, pool, prefix cache, counters and numbering start afresh; an engine that was reset
+        does what a new one would.
+
+        Args:
+            preemption_controller: of the next trial.
+            observer: of the next trial.
+
+        Raises:
+            EngineBusyError: requests are unfinished, or blocks are held.
+        """
+        self._check_open()
+        self._check_idle()
+        self._executor.reset()
+        self.scheduler = Scheduler(
+            self.config, self._executor.num_kv_blocks, controller=preemption_controller
+        )
+        self._num_arrived = 0
+        self.set_observer(observer)
+
     # Closing ------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -322,6 +352,21 @@ class LLM:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError("This engine is closed.", "Build a new LLM.")
+
+    def _check_idle(self) -> None:
+        """Nothing is left over: what a user may have left raises, what we may have left asserts."""
+        blocks = self.scheduler.blocks
+        if self.has_unfinished_requests() or blocks.held_blocks:
+            raise EngineBusyError(
+                f"{len(self.scheduler.requests)} requests are unfinished, {len(self._ended_early)} "
+                f"outputs were not taken and {len(blocks.held_blocks)} blocks are held.",
+                "Finish or abort the requests, call step() for the outputs, and hold_blocks(0).",
+            )
+        assert not self._builders, f"requests {list(self._builders)} ended and are still built"
+        assert not self._scorings, f"scorings {list(self._scorings)} ended and are kept"
+        self.scheduler.check_integrity()
+        counts = self.scheduler.pool_counts()
+        assert counts.free + counts.cached == counts.num_blocks, f"blocks leaked: {counts}"
 
     def _new_request(
         self,
@@ -467,25 +512,33 @@ class _Scoring:
     scores: list[TokenScore] = dataclasses.field(default_factory=list)
 
 
-def _build(config: EngineConfig) -> tuple[Runner, EngineConfig, Tokenizer | None]:
-    """The runner and the tokenizer of a configuration, and it with paths resolved."""
+def _build(config: EngineConfig) -> tuple[Executor, EngineConfig, Tokenizer | None]:
+    """The executor and the tokenizer of a configuration, and it with paths resolved."""
     if config.is_exact:
-        from preempt_engine.worker.exact_runner import ExactRunner
-
-        return ExactRunner(config), config, _exact_tokenizer(config)
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
+        return _build_executor(config), config, _exact_tokenizer(config)
+    if importlib.util.find_spec("torch") is None:  # not imported here: workers may be who needs it
         raise ConfigError(
             f"model={config.model!r} needs torch, which is not installed.",
             'Install it with: pip install "preempt-harness[engine]".',
-        ) from error
-    from preempt_engine.models.config import resolve_model
-    from preempt_engine.worker.model_runner import ModelRunner
+        )
+    from preempt_engine.models.config import ModelConfig, resolve_model
+    from preempt_engine.models.sharding import ModelShard
 
     config = dataclasses.replace(config, model=str(resolve_model(config.model)))
+    # Refuse what cannot be divided before any worker starts.
+    ModelShard.of(ModelConfig.from_directory(config.model), 0, config.tensor_parallel_size)
     tokenizer = None if config.skip_tokenizer_init else HFTokenizer(_tokenizer_path(config))
-    return ModelRunner(config), config, tokenizer
+    return _build_executor(config), config, tokenizer
+
+
+def _build_executor(config: EngineConfig) -> Executor:
+    if config.tensor_parallel_size > 1:
+        from preempt_engine.executor.multiproc import MultiprocExecutor
+
+        return MultiprocExecutor(config)
+    runner = build_runner(config)
+    run_worker_hooks(config.worker_hooks, runner)
+    return UniprocExecutor(runner)
 
 
 def _exact_tokenizer(config: EngineConfig) -> Tokenizer | None:

@@ -14,7 +14,13 @@ from preempt_engine.block_manager import BlockManager
 from preempt_engine.config import EngineConfig
 from preempt_engine.observer import EngineObserver, PoolCounts, PoolState
 from preempt_engine.sequence import Request, RequestStatus, Sequence
-from preempt_engine.step import ScheduledSequence, SchedulerOutput, SequenceKey
+from preempt_engine.step import (
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceKey,
+    StateCheck,
+    state_checksum,
+)
 from preempt_engine.victims import PreemptionController, choose_victim
 
 
@@ -149,6 +155,8 @@ class Scheduler:
         if step.scheduled:
             step.dropped, self._dropped = self._dropped, []
             step.poison_block_ids = self.blocks.take_blocks_to_poison()
+            if self.config.debug_worker_state:
+                step.state_check = self._state_check(step)
             self.counters.num_steps += 1
             self._step_in_flight = step.step_id
         return step
@@ -239,6 +247,7 @@ class Scheduler:
                 reset=not sequence.known_to_workers,
                 new_token_ids=sequence.token_ids[sequence.num_sent_tokens :],
                 new_block_ids=sequence.block_table[sequence.num_sent_blocks :],
+                full_logits=request.full_logits,
             )
         )
         sequence.known_to_workers = True
@@ -248,6 +257,18 @@ class Scheduler:
             if new_blocks:
                 self.observer.blocks_allocated(step.step_id, sequence.key, new_blocks, 0)
             self.observer.scheduled(step.step_id, sequence.key, start, end)
+
+    def _state_check(self, step: SchedulerOutput) -> StateCheck:
+        """What the workers must know after the step; taken from the sequences, not the deltas."""
+        scheduled = [
+            self.requests[item.key.request_id].sequences[item.key.branch] for item in step.scheduled
+        ]
+        return StateCheck(
+            num_sequences=sum(sequence.known_to_workers for sequence in self._sequences()),
+            checksums=[
+                state_checksum(sequence.token_ids, sequence.block_table) for sequence in scheduled
+            ],
+        )
 
     # Losing blocks ------------------------------------------------------------------------------
 

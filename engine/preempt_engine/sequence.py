@@ -97,6 +97,7 @@ class Request:
         seed: of the request's noise.
         sequences: its branches.
         score_from: for scoring, the first position whose logits are wanted; None generates.
+        full_logits: choosing or scoring its tokens takes whole rows of logits.
         num_preemptions: times it lost its blocks.
         num_cached_tokens: prefix hits at the first admission; None before it.
         num_steps_since_admission: since the last admission.
@@ -110,6 +111,7 @@ class Request:
     seed: int
     sequences: list[Sequence]
     score_from: int | None = None
+    full_logits: bool = True
     num_scored: int = 0
     status: RequestStatus = RequestStatus.WAITING
     num_preemptions: int = 0
@@ -142,6 +144,7 @@ class Request:
             seed=seed,
             sequences=[sequence],
             score_from=score_from,
+            full_logits=score_from is not None or not params.argmax_suffices,
         )
 
     @property

@@ -11,6 +11,8 @@ knows tensors, processes or the scheduler.
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -44,6 +46,7 @@ class ScheduledSequence:
             `new_block_ids` are then complete. True on admission and on every re-admission.
         new_token_ids: ids that follow those the worker already has.
         new_block_ids: blocks that follow those in the worker's block table.
+        full_logits: somebody reads whole rows; otherwise each row's argmax is enough.
     """
 
     key: SequenceKey
@@ -53,6 +56,7 @@ class ScheduledSequence:
     reset: bool
     new_token_ids: list[int]
     new_block_ids: list[int]
+    full_logits: bool = True
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -61,6 +65,24 @@ class ScheduledSequence:
     @property
     def num_logits(self) -> int:
         return self.end - self.logits_start
+
+
+@dataclass(slots=True)
+class StateCheck:
+    """What every worker must know once it has taken in the step (`debug_worker_state`).
+
+    Attributes:
+        num_sequences: how many sequences it keeps.
+        checksums: `state_checksum` of each scheduled sequence, in the order of `scheduled`.
+    """
+
+    num_sequences: int
+    checksums: list[int]
+
+
+def state_checksum(token_ids: Seq[int], block_table: Seq[int]) -> int:
+    """CRC-32 of all tokens and blocks of a sequence, and of where the ones end."""
+    return zlib.crc32(array("q", [len(token_ids), *token_ids, *block_table]))
 
 
 @dataclass(slots=True)
@@ -73,6 +95,7 @@ class SchedulerOutput:
         poison_block_ids: freed blocks to fill with a large finite pattern (`poison=True`).
         block_copies: (source, destination) pairs, source contents as of before this step.
         scheduled: sequences to compute, in the order of their rows.
+        state_check: what the worker must know by then, or None.
     """
 
     step_id: int
@@ -80,6 +103,7 @@ class SchedulerOutput:
     poison_block_ids: list[int] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     scheduled: list[ScheduledSequence] = field(default_factory=list)
+    state_check: StateCheck | None = None
 
     @property
     def num_scheduled_tokens(self) -> int:

@@ -32,8 +32,12 @@ _MAX_LOG_BYTES = 16_384
 
 
 class Reply(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What the child answers. Exactly one of the last fields is set unless it is plain "done"."""
+    """What the child answers. Exactly one of the last fields is set unless it is plain "done".
 
+    A `partial` reply carries events of a call that is still running; another reply follows.
+    """
+
+    partial: bool = False
     events: list[AnyEvent] = []
     unfinished: bool = False
     results: dict[str, RequestResult] = {}
@@ -44,11 +48,12 @@ class Reply(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class RemoteError(msgspec.Struct, frozen=True):
-    """An exception in the child, as text."""
+    """An exception in the child, as text; `advice` where it is an error of the harness."""
 
     kind: str
     message: str
     traceback: str
+    advice: str = ""
 
 
 class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -72,13 +77,15 @@ class EngineProcessError(Exception):
         kind: the exception's name, or "signal", "exit", "hang".
         message: what happened.
         traceback: of the child, as far as it is known.
+        advice: what to do about it, where that is known.
     """
 
-    def __init__(self, kind: str, message: str, traceback: str) -> None:
-        super().__init__(message)
+    def __init__(self, kind: str, message: str, traceback: str, advice: str = "") -> None:
+        super().__init__(f"{message} {advice}" if advice else message)
         self.kind = kind
         self.message = message
         self.traceback = traceback
+        self.advice = advice
 
 
 class ChildHost:
@@ -105,16 +112,36 @@ class ChildHost:
         """Open a session in the child, starting one if there is none.
 
         Raises:
+            UnsupportedTrialError: the engine says that it cannot honour the settings.
             EngineProcessError: the engine could not be built.
         """
+        from preempt_harness.trial import UnsupportedTrialError  # imports this module
+
         if self._process is None:
             self._start()
-        reply = self.ask(Call(method="open", settings=settings), START_TIMEOUT_S)
+        try:
+            reply = self.ask(Call(method="open", settings=settings), START_TIMEOUT_S)
+        except EngineProcessError as error:
+            self.close()  # whatever half an engine left behind
+            if error.kind == UnsupportedTrialError.__name__:
+                raise UnsupportedTrialError(error.message, error.advice) from None
+            error.add_note(f"In the engine's process:\n{error.traceback}")
+            raise
         assert reply.info is not None
         return ChildSession(self, reply.info)
 
-    def ask(self, call: Call, timeout_s: float | None = None) -> Reply:
+    def ask(
+        self,
+        call: Call,
+        timeout_s: float | None = None,
+        streamed: list[AnyEvent] | None = None,
+    ) -> Reply:
         """Send a call and wait for its reply.
+
+        Args:
+            call: what to do.
+            timeout_s: longest silence; None takes that of polls.
+            streamed: takes the events that come before the reply, also when none comes.
 
         Raises:
             EngineProcessError: the engine raised, the child died, or it was silent for too long;
@@ -125,16 +152,27 @@ class ChildHost:
         wait_s = self._poll_timeout_s if timeout_s is None else timeout_s
         try:
             self._connection.send_bytes(msgspec.json.encode(call))
-            answered = self._connection.poll(wait_s)
-            frame = self._connection.recv_bytes() if answered else None
+            reply = self._receive(call, wait_s)
+            while reply.partial:
+                if streamed is not None:
+                    streamed += reply.events
+                reply = self._receive(call, wait_s)
         except (EOFError, OSError):
             raise self._death() from None
-        if frame is None:
-            raise self._hang(call, wait_s)
-        reply = msgspec.json.decode(frame, type=Reply)
+        except BaseException:
+            # Interrupted, by Ctrl-C or a test's time limit: the reply that is still to come would
+            # be taken for that of the next call.
+            self.close()
+            raise
         if reply.error is not None:
-            raise EngineProcessError(reply.error.kind, reply.error.message, reply.error.traceback)
+            raise EngineProcessError(**msgspec.structs.asdict(reply.error))
         return reply
+
+    def _receive(self, call: Call, wait_s: float) -> Reply:
+        assert self._connection is not None
+        if not self._connection.poll(wait_s):
+            raise self._hang(call, wait_s)
+        return msgspec.json.decode(self._connection.recv_bytes(), type=Reply)
 
     def close(self) -> None:
         """End the child and everything it started; may be called twice."""
@@ -184,7 +222,10 @@ class ChildHost:
         code = self._process.returncode
         log = self._log_tail()
         self.close()
-        if code is not None and code < 0:
+        if code is None:
+            what = "the engine closed the connection to its process"
+            return EngineProcessError("exit", what, log)
+        if code < 0:
             name = signal.Signals(-code).name
             return EngineProcessError("signal", f"the engine's process was killed by {name}", log)
         return EngineProcessError("exit", f"the engine's process exited with status {code}", log)
@@ -229,6 +270,8 @@ class ChildSession:
         self._unfinished = False
         self._results: dict[str, RequestResult] = {}
         self._delivered: dict[str, list[int]] = {}
+        self._streamed: list[AnyEvent] = []
+        self._failed = False
 
     def submit(self, request: RequestSpec) -> None:
         """See `Session`."""
@@ -241,12 +284,7 @@ class ChildSession:
 
     def poll(self, timeout_s: float) -> Sequence[AnyEvent]:
         """See `Session`."""
-        events = self._ask(Call(method="poll", timeout_s=timeout_s)).events
-        for event in events:
-            if isinstance(event, TokensDelivered):
-                request = event.seq.rpartition(".")[0]
-                self._delivered.setdefault(request, []).extend(event.token_ids)
-        return events
+        return self._take(self._ask(Call(method="poll", timeout_s=timeout_s)).events)
 
     def unfinished(self) -> bool:
         """See `Session`; the state after the last call."""
@@ -261,14 +299,15 @@ class ChildSession:
         return {**partial, **self._results}
 
     def close(self) -> Sequence[AnyEvent]:
-        """Close the child's session; the child itself stays for the next one."""
-        if self._host.pid is None:
-            return []
+        """Close the child's session; the child stays for the next one, unless a call failed."""
+        events: list[AnyEvent] = []
         try:
-            return self._ask(Call(method="close")).events
-        except EngineProcessError:
-            self._host.close()
-            raise
+            if self._host.pid is not None:
+                events = self._ask(Call(method="close")).events
+        finally:
+            if self._failed:
+                self._host.close()
+        return self._take(events)
 
     def preempt(self, request: str, mode: str) -> None:
         """See `Session`."""
@@ -288,7 +327,20 @@ class ChildSession:
         return self._ask(call).scores
 
     def _ask(self, call: Call) -> Reply:
-        reply = self._host.ask(call)
+        try:
+            reply = self._host.ask(call, streamed=self._streamed)
+        except EngineProcessError:
+            self._failed = True
+            raise
         self._unfinished = reply.unfinished
         self._results.update(reply.results)
         return reply
+
+    def _take(self, events: list[AnyEvent]) -> list[AnyEvent]:
+        """Events in their order: those that came while the step ran, then those of its reply."""
+        events, self._streamed = [*self._streamed, *events], []
+        for event in events:
+            if isinstance(event, TokensDelivered):
+                request = event.seq.rpartition(".")[0]
+                self._delivered.setdefault(request, []).extend(event.token_ids)
+        return events

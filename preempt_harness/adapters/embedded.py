@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -29,7 +29,6 @@ class EmbeddedAdapter:
     name = "embedded"
     capabilities = protocol.CAPABILITIES - {
         protocol.SWAP,
-        protocol.TENSOR_PARALLEL,
         protocol.PRIORITY,
     }
     models: tuple[str, ...] = (
@@ -104,13 +103,13 @@ class EmbeddedSession:
         self._outputs: dict[str, RequestOutput] = {}
         self._unfinished: set[str] = set()
         self.info = SessionInfo(
-            config=config,
+            config={**config, **_placement(self.llm)},
             block_size=self.llm.config.block_size,
             num_blocks=self.llm.num_kv_blocks,
             vocab_size=self.llm.vocab_size,
             num_ranks=self.llm.config.tensor_parallel_size,
             versions=_versions(exact=self.llm.config.is_exact),
-            observed=list(self._observer.event_names),
+            observed=_observed(self._observer.event_names, self.llm.config.tensor_parallel_size),
             batch_invariant=self.llm.config.is_exact or self.llm.config.deterministic,
             max_total_tokens=self.llm.max_total_tokens,
         )
@@ -137,6 +136,10 @@ class EmbeddedSession:
         for output in self.llm.step():
             self._take(output)
         return self._observer.take_events()
+
+    def stream_to(self, sink: Callable[[Sequence[AnyEvent]], None]) -> None:
+        """Hand events over before each step is launched."""
+        self._observer.sink = sink
 
     def unfinished(self) -> bool:
         """True while a request has not ended."""
@@ -200,6 +203,11 @@ _SAMPLING_FIELDS = (
 )
 
 
+def _observed(event_names: Sequence[str], num_ranks: int) -> list[str]:
+    """Names of the events that are seen; a single rank is sent no message."""
+    return [*event_names, *(["StepSent"] if num_ranks > 1 else [])]
+
+
 def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[str, Any]:
     from preempt_harness.checkpoints import resolve_model_name
 
@@ -218,6 +226,19 @@ def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[st
         "dtype": settings.dtype,
         **options,
     }
+
+
+def _placement(llm: LLM) -> dict[str, str]:
+    """What "auto" became: the tolerance for near ties depends on it."""
+    if llm.config.is_exact:
+        return {}
+    from preempt_engine.models.config import ModelConfig
+    from preempt_engine.worker.model_runner import choose_device, choose_dtype
+
+    device = choose_device(llm.config.device)
+    model = ModelConfig.from_directory(Path(llm.config.model))
+    dtype = str(choose_dtype(llm.config.dtype, model, device)).removeprefix("torch.")
+    return {"dtype": dtype, "device": device.type}
 
 
 def _model_path(settings: EngineSettings) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from preempt_engine.observer import EngineObserver, PoolView
 from preempt_engine.step import SequenceKey
@@ -16,6 +16,9 @@ class RecordingObserver(EngineObserver):
     Args:
         pool_every: a full `PoolState` every so many steps, and after each step in which a request
             lost its blocks or ended; 1 records it always.
+
+    Attributes:
+        sink: takes the events before each launched step, if set.
     """
 
     event_names = (
@@ -45,6 +48,7 @@ class RecordingObserver(EngineObserver):
         self._tables: dict[tuple[int, SequenceKey], list[int]] = {}
         self._names: dict[SequenceKey, str] = {}
         self._pool_changed = False
+        self.sink: Callable[[list[AnyEvent]], None] | None = None
 
     def take_events(self) -> list[AnyEvent]:
         """Everything since the last call."""
@@ -179,6 +183,8 @@ class RecordingObserver(EngineObserver):
 
     def step_launched(self, step_id: int) -> None:
         self._events.append(record.StepLaunched(step=step_id))
+        if self.sink is not None:  # the step may kill this process: hand over what led to it
+            self.sink(self.take_events())
 
     def computed(
         self,

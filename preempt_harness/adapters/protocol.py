@@ -8,7 +8,7 @@ pretended.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -171,6 +171,21 @@ class Session(Protocol):
 
     def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> list[Score]:
         """Teacher-forced scores of a continuation; needs `SCORE`."""
+        ...
+
+
+class StreamingSession(Session, Protocol):
+    """A session that can hand over events while a step runs; offering it is optional.
+
+    Used in a child process, where the events of a step that kills the process are lost otherwise.
+    """
+
+    def stream_to(self, sink: Callable[[Sequence[AnyEvent]], None]) -> None:
+        """Called once, after the session was opened.
+
+        From then on events may go to `sink` at any moment of a `poll`, best before the step is
+        launched; `poll` returns those that did not. Together they keep their order.
+        """
         ...
 
 

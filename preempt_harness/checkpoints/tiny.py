@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
 
 from preempt_harness.checkpoints.cache import cached_folder
 from preempt_harness.checkpoints.errors import UnknownCheckpointError, require_extra
 from preempt_harness.checkpoints.recipes import RECIPES, TinyRecipe
 from preempt_harness.checkpoints.versions import transformers_major
-
-QUALITY_FILE = "quality.json"
 
 
 def tiny_checkpoint(family: str) -> Path:
@@ -24,8 +20,8 @@ def tiny_checkpoint(family: str) -> Path:
         family: "llama", "qwen2", "qwen3", "mistral" or "opt".
 
     Returns:
-        Directory with config.json, generation_config.json, model.safetensors, a byte-level
-        tokenizer, and quality.json: what `measure_quality` found when it was made.
+        Directory with config.json, generation_config.json, model.safetensors and a byte-level
+        tokenizer. What `measure_quality` finds in it stands in docs/checkpoints.md.
 
     Raises:
         UnknownCheckpointError: no family has this name.
@@ -43,11 +39,10 @@ def tiny_checkpoint(family: str) -> Path:
 
 
 def write_tiny_checkpoint(folder: Path, recipe: TinyRecipe) -> None:
-    """Write all files of a tiny checkpoint into an empty folder, and measure it."""
+    """Write all files of a tiny checkpoint into an empty folder."""
     from safetensors.torch import save_file
     from transformers import GenerationConfig
 
-    from preempt_harness.checkpoints.quality import measure_quality
     from preempt_harness.checkpoints.tokenizer import save_byte_tokenizer
     from preempt_harness.checkpoints.weights import model_config, model_weights
 
@@ -56,5 +51,3 @@ def write_tiny_checkpoint(folder: Path, recipe: TinyRecipe) -> None:
     GenerationConfig.from_model_config(config).save_pretrained(folder)
     save_file(model_weights(recipe), folder / "model.safetensors", metadata={"format": "pt"})
     save_byte_tokenizer(folder)
-    quality = dataclasses.asdict(measure_quality(folder))
-    (folder / QUALITY_FILE).write_text(json.dumps(quality, indent=1))

@@ -33,9 +33,9 @@ _SMALL = 0.1
 
 def model_config(recipe: TinyRecipe) -> Any:
     """The transformers configuration (`PretrainedConfig`) of the checkpoint."""
-    from transformers import AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-    return AutoConfig.for_model(
+    config = AutoConfig.for_model(
         recipe.family,
         vocab_size=VOCAB_SIZE,
         max_position_embeddings=MAX_POSITIONS,
@@ -45,6 +45,8 @@ def model_config(recipe: TinyRecipe) -> Any:
         dtype="float32",
         **recipe.config,
     )
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    return config
 
 
 def model_weights(recipe: TinyRecipe) -> dict[str, torch.Tensor]:

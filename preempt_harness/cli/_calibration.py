@@ -143,7 +143,9 @@ def calibration_of(
         num_positions=len(margins),
         quantile=quantile,
         factor=FACTOR,
-        noise={f"{share:g}": at_quantile(noise, share) for share in REPORTED_QUANTILES},
+        noise={
+            f"{share:g}": float(f"{at_quantile(noise, share):.4g}") for share in REPORTED_QUANTILES
+        },
         num_flips=len(flips),
         versions=measurement.versions,
     )

@@ -1,7 +1,7 @@
 """Whole trials from a seed: settings, workload, budget and plan that suit an engine.
 
-No engine runs here. The generators aim (see `preempt_harness.generators`); this module combines them with settings and
-plans. The same seed gives the same trial.
+No engine runs here. The generators aim (see `preempt_harness.generators`); this module combines
+them with settings and plans. The same seed gives the same trial.
 """
 
 from __future__ import annotations

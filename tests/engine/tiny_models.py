@@ -10,8 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers import LlamaConfig, MistralConfig, OPTConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from preempt_engine.config import EngineConfig
 from preempt_engine.observer import EngineObserver

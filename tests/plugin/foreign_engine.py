@@ -21,7 +21,7 @@ VOCAB_SIZE = 32
 Listener = Callable[[str, dict[str, Any]], None]
 
 
-class EngineFault(RuntimeError):
+class EngineFaultError(RuntimeError):
     """What the planted exception raises."""
 
 
@@ -40,10 +40,11 @@ class Sequence:
     num_chunks: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
+    finish_reason: str = ""
 
     @property
-    def num_outputs(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+    def output(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
 
 
 class ToyModel:
@@ -108,6 +109,7 @@ class ForeignEngine:
         self.prefix_caching, self.bug = prefix_caching, bug
         self.model = ToyModel(tie_at)
         self.step_id = 0
+        self.sequences: dict[str, Sequence] = {}
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.free = list(range(num_blocks))
@@ -118,21 +120,20 @@ class ForeignEngine:
         self._key_of: dict[int, tuple[int, ...]] = {}
         self._block_of: dict[tuple[int, ...], int] = {}
         self._forced: list[str] = []
-        self._arrivals = itertools.count()
         self._tell = listener
 
     # From outside -------------------------------------------------------------------------------
 
-    def add(self, name: str, prompt: list[int], max_tokens: int) -> bool:
-        """Queue a request; False when the pool can never hold it."""
+    def add(self, name: str, prompt: list[int], max_tokens: int) -> None:
+        """Queue a request; one that the pool can never hold ends at once."""
         fields = {"request": name, "prompt_token_ids": list(prompt), "max_tokens": max_tokens}
         self._tell("Arrived", fields)
+        sequence = Sequence(name, list(prompt), len(prompt), max_tokens, len(self.sequences))
+        self.sequences[name] = sequence
         if self._blocks_for(len(prompt) + max_tokens - 1) > self.num_blocks:
-            self._tell("Finished", {"request": name, "reason": "error"})
-            return False
-        sequence = Sequence(name, list(prompt), len(prompt), max_tokens, next(self._arrivals))
-        self.waiting.append(sequence)
-        return True
+            self._end(sequence, "error")
+        else:
+            self.waiting.append(sequence)
 
     def preempt(self, name: str) -> None:
         """Preempt before the next step."""
@@ -162,6 +163,20 @@ class ForeignEngine:
         sizes = {"free": len(self.free), "cached": len(self.cached), "used": len(self.refs)}
         return {"num_blocks": self.num_blocks, **sizes}
 
+    def pool_state(self) -> dict[str, Any]:
+        """The raw content of pool and queues."""
+        return {
+            "num_blocks": self.num_blocks,
+            "free": list(self.free),
+            "cached": list(self.cached),
+            "held": [],
+            "fenced": [],
+            "ref_counts": dict(self.refs),
+            "tables": {f"{item.name}.0": list(item.block_table) for item in self.running},
+            "waiting": [item.name for item in self.waiting],
+            "running": [item.name for item in self.running],
+        }
+
     # Scheduling ---------------------------------------------------------------------------------
 
     def _schedule_running(self) -> list[tuple[Sequence, int, int]]:
@@ -185,6 +200,8 @@ class ForeignEngine:
         rows = []
         while self.waiting and budget and len(self.running) < self.max_running:
             sequence = min(self.waiting, key=lambda item: item.arrival)
+            if self.bug == "idle" and sequence.num_preemptions:
+                break
             hits = self._find_prefix(sequence)
             needed = self._missing(sequence, len(sequence.token_ids)) - len(hits)
             revived = sum(block in self.cached for block in hits)
@@ -228,7 +245,7 @@ class ForeignEngine:
             return "prefill_first" if sequence.num_chunks <= 1 else "prefill_middle"
         if remaining > 0:
             return "prefill_last"
-        return "first_decode" if sequence.num_outputs == 1 else "decode"
+        return "first_decode" if len(sequence.output) == 1 else "decode"
 
     # Blocks -------------------------------------------------------------------------------------
 
@@ -341,16 +358,20 @@ class ForeignEngine:
         repeated = self.bug == "repeated_delta" and came_back
         delta = sequence.token_ids[-2:] if repeated else sequence.token_ids[-1:]
         self._tell("TokensDelivered", {"seq": f"{sequence.name}.0", "token_ids": delta})
-        if sequence.num_outputs == sequence.max_tokens:
+        if len(sequence.output) == sequence.max_tokens:
             self.running.remove(sequence)
             self._release(sequence)
-            self._tell("Finished", {"request": sequence.name, "reason": "length"})
+            self._end(sequence, "length")
+
+    def _end(self, sequence: Sequence, reason: str) -> None:
+        sequence.finish_reason = reason
+        self._tell("Finished", {"request": sequence.name, "reason": reason})
 
 
 def crash(bug: str) -> None:
     """The ways an engine dies."""
     if bug == "exception":
-        raise EngineFault("CUDA error: an illegal memory access was encountered")
+        raise EngineFaultError("CUDA error: an illegal memory access was encountered")
     if bug == "segfault":
         ctypes.string_at(0)
     if bug == "exit":

@@ -6,11 +6,19 @@ from typing import Protocol
 
 from preempt_engine.observer import EngineObserver
 from preempt_engine.step import LogitsBatch, SchedulerOutput, StepHandle
+from preempt_engine.worker.state import WorkerState
 
 
 class Runner(Protocol):
-    """One rank's model: takes steps, gives logits."""
+    """One rank's model: takes steps, gives logits.
 
+    Attributes:
+        rank: tensor parallel rank.
+        state: what this rank knows of the sequences.
+    """
+
+    rank: int
+    state: WorkerState
     num_kv_blocks: int
     vocab_size: int
     max_model_len: int
@@ -25,7 +33,11 @@ class Runner(Protocol):
 
 
 class Executor(Protocol):
-    """Runs steps on all ranks. The attributes are those of every rank's runner."""
+    """Runs steps on all ranks. The attributes are those of every rank's runner.
+
+    Nothing here says where the ranks are: `uniproc` has one in this process, `multiproc` has
+    processes on this machine, and an executor on several machines would fit as well.
+    """
 
     num_kv_blocks: int
     vocab_size: int
@@ -37,6 +49,10 @@ class Executor(Protocol):
         ...
 
     def set_observer(self, observer: EngineObserver | None) -> None: ...
+
+    def reset(self) -> None:
+        """Have every rank forget its sequences; no step may be under way."""
+        ...
 
     def close(self) -> None:
         """Stop the workers and release what they hold; may be called twice."""

@@ -48,6 +48,10 @@ class UniprocExecutor:
         self._observer = observer
         self.runner.observer = observer
 
+    def reset(self) -> None:
+        """Have the runner forget its sequences."""
+        self.runner.reset()
+
     def close(self) -> None:
         """Release the runner's memory."""
         self.runner.close()

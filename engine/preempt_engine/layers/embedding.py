@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from preempt_engine.layers.destination import Destination
+
 
 class Embedding(nn.Module):
     """A table of `num_rows` vectors.
@@ -28,5 +30,5 @@ class Embedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.weight)  # [T] -> [T, size]
 
-    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Destination]:
         return {f"{prefix}.weight": self.weight.data}

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from preempt_engine.layers.destination import Destination
+
 # (x [M, K], weight [N, K], bias [N] or None) -> [M, N]
 Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -53,13 +55,17 @@ class Linear(nn.Module):
             )
         self.matmul: Matmul = F.linear
 
-    def forward(self, x: Tensor) -> Tensor:
+    def local(self, x: Tensor) -> Tensor:
+        """What this rank alone computes; the whole layer, unless a subclass has a part of it."""
         return self.matmul(x, self.weight, self.bias)  # [M, K] -> [M, N]
 
-    def checkpoint_tensors(self, *prefixes: str) -> dict[str, Tensor]:
+    def forward(self, x: Tensor) -> Tensor:
+        return self.local(x)
+
+    def checkpoint_tensors(self, *prefixes: str) -> dict[str, Destination]:
         """Destinations of the packed projections, named in the order of `out_sizes`."""
         assert len(prefixes) == len(self.out_sizes), (prefixes, self.out_sizes)
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, Destination] = {}
         start = 0
         for prefix, size in zip(prefixes, self.out_sizes, strict=True):
             tensors[f"{prefix}.weight"] = self.weight.data[start : start + size]

@@ -189,9 +189,10 @@ def _llama_fields(reader: ConfigReader, architecture: str) -> dict[str, Any]:
     else:
         _expect(reader, "mlp_bias", False)
         mlp_bias = False
-    default_kv_heads = {"MistralForCausalLM": 8, "LlamaForCausalLM": num_heads}.get(
-        architecture, num_heads if reader.raw.get("num_key_value_heads", 0) is None else 32
+    default_kv_heads = {"LlamaForCausalLM": num_heads, "MistralForCausalLM": 8}.get(
+        architecture, 32
     )
+    num_kv_heads = reader.optional_integer("num_key_value_heads", default_kv_heads) or num_heads
     head_dim = reader.integer("head_dim", 128 if qwen3 else hidden_size // num_heads)
     if head_dim % 2:
         raise reader.refusal("head_dim", head_dim, "Rotary embedding needs an even head_dim")
@@ -201,7 +202,7 @@ def _llama_fields(reader: ConfigReader, architecture: str) -> dict[str, Any]:
         "intermediate_size": reader.integer("intermediate_size"),
         "num_hidden_layers": reader.integer("num_hidden_layers"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": reader.integer("num_key_value_heads", default_kv_heads),
+        "num_key_value_heads": num_kv_heads,
         "head_dim": head_dim,
         "max_position_embeddings": reader.integer("max_position_embeddings"),
         "norm_eps": reader.number("rms_norm_eps", 1e-6),
@@ -281,11 +282,12 @@ def _rope(reader: ConfigReader) -> RopeParameters:
     for name in needed[rope_type]:
         if not isinstance(raw.get(name), int | float):
             raise reader.refusal(f"{key}.{name}", raw.get(name), f"{rope_type!r} needs a number")
-    original = raw.get("original_max_position_embeddings")
+    name = "original_max_position_embeddings"  # beside the other parameters, or outside them
+    original = reader.raw.get(name) or raw.get(name) or reader.integer("max_position_embeddings")
     return RopeParameters(
         theta=theta,
         rope_type=rope_type,
-        original_max_position_embeddings=original or reader.integer("max_position_embeddings"),
+        original_max_position_embeddings=original,
         **{name: float(raw[name]) for name in needed[rope_type]},
     )
 

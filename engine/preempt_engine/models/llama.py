@@ -9,18 +9,25 @@ from torch import Tensor, nn
 
 from preempt_engine.attention.protocol import AttentionPlan, LayerKVCache
 from preempt_engine.layers.activation import GatedActivation, select_activation
-from preempt_engine.layers.embedding import Embedding
-from preempt_engine.layers.linear import Linear
+from preempt_engine.layers.destination import Destination
 from preempt_engine.layers.norm import RMSNorm
+from preempt_engine.layers.parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallel,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
 from preempt_engine.layers.rotary import RotaryEmbedding, rotate
-from preempt_engine.models.config import ModelConfig
+from preempt_engine.models.sharding import ModelShard
 
 
 class LlamaForCausalLM(nn.Module):
     """A decoder with RMSNorm, rotary positions, grouped queries and a gated feed-forward layer.
 
     Args:
-        config: of the checkpoint.
+        shard: this rank's part of the model.
+        parallel: the ranks.
         max_model_len: positions [0, max_model_len) will be used.
         dtype: of the weights.
         device: of the weights.
@@ -29,7 +36,8 @@ class LlamaForCausalLM(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        shard: ModelShard,
+        parallel: TensorParallel,
         *,
         max_model_len: int,
         dtype: torch.dtype,
@@ -37,20 +45,21 @@ class LlamaForCausalLM(nn.Module):
         deterministic: bool,
     ) -> None:
         super().__init__()
+        config = shard.whole
         assert config.rope is not None, config
-        self.embed_tokens = Embedding(
-            config.vocab_size, config.hidden_size, dtype=dtype, device=device
+        self.embed_tokens = VocabParallelEmbedding(
+            shard.vocab, config.hidden_size, parallel=parallel, dtype=dtype, device=device
         )
         self.rotary = RotaryEmbedding(
             config.head_dim, max_model_len, config.rope, dtype=dtype, device=device
         )
         self.layers = nn.ModuleList(
-            _DecoderLayer(config, window, dtype, device, deterministic)
+            _DecoderLayer(shard, parallel, window, dtype, device, deterministic)
             for window in config.layer_windows
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype=dtype, device=device)
-        self.lm_head = Linear(
-            config.hidden_size, (config.vocab_size,), bias=False, dtype=dtype, device=device
+        self.lm_head = VocabParallelHead(
+            config.hidden_size, shard.vocab, parallel=parallel, dtype=dtype, device=device
         )
         self.tied = config.tie_word_embeddings
         if self.tied:
@@ -72,11 +81,11 @@ class LlamaForCausalLM(nn.Module):
         return normed
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, vocab]."""
+        """[R, hidden] -> [R, vocab] on rank 0, [0, vocab] on other ranks."""
         logits: Tensor = self.lm_head(hidden)
         return logits
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
+    def checkpoint_tensors(self) -> dict[str, Destination]:
         """Destinations by Hugging Face's names."""
         tensors = self.embed_tokens.checkpoint_tensors("model.embed_tokens")
         for index, layer in enumerate(self.layers):
@@ -91,23 +100,26 @@ class LlamaForCausalLM(nn.Module):
 class _DecoderLayer(nn.Module):
     def __init__(
         self,
-        config: ModelConfig,
+        shard: ModelShard,
+        parallel: TensorParallel,
         window: int | None,
         dtype: torch.dtype,
         device: torch.device,
         deterministic: bool,
     ) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
+        config, hidden, inner = shard.local, shard.local.hidden_size, shard.inner
         self.input_norm = RMSNorm(hidden, config.norm_eps, dtype=dtype, device=device)
-        self.attention = _Attention(config, window, dtype, device)
+        self.attention = _Attention(shard, parallel, window, dtype, device)
         self.post_attention_norm = RMSNorm(hidden, config.norm_eps, dtype=dtype, device=device)
-        self.gate_up = Linear(
+        self.gate_up = ColumnParallelLinear(
             hidden, (inner, inner), bias=config.mlp_bias, dtype=dtype, device=device
         )
         activation = select_activation(config.hidden_act, deterministic=deterministic)
-        self.activation = GatedActivation(activation, inner)
-        self.down = Linear(inner, (hidden,), bias=config.mlp_bias, dtype=dtype, device=device)
+        self.activation = GatedActivation(activation, inner.size)
+        self.down = RowParallelLinear(
+            inner, hidden, bias=config.mlp_bias, parallel=parallel, dtype=dtype, device=device
+        )
 
     def forward(
         self,
@@ -123,7 +135,7 @@ class _DecoderLayer(nn.Module):
         output: Tensor = hidden + self.down(self.activation(gate_up))
         return output
 
-    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Destination]:
         return (
             self.input_norm.checkpoint_tensors(f"{prefix}.input_layernorm")
             | self.attention.checkpoint_tensors(f"{prefix}.self_attn")
@@ -135,25 +147,34 @@ class _DecoderLayer(nn.Module):
 
 class _Attention(nn.Module):
     def __init__(
-        self, config: ModelConfig, window: int | None, dtype: torch.dtype, device: torch.device
+        self,
+        shard: ModelShard,
+        parallel: TensorParallel,
+        window: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
+        config = shard.local
         self.window = window
         self.head_dim = config.head_dim
         self.num_heads = config.num_attention_heads
         self.num_qk_heads = config.num_attention_heads + config.num_key_value_heads
         self.num_qkv_heads = self.num_qk_heads + config.num_key_value_heads
-        query_size = config.num_attention_heads * config.head_dim
-        kv_size = config.num_key_value_heads * config.head_dim
-        self.qkv = Linear(
+        self.qkv = ColumnParallelLinear(
             config.hidden_size,
-            (query_size, kv_size, kv_size),
+            (shard.query, shard.key_value, shard.key_value),
             bias=config.qkv_bias,
             dtype=dtype,
             device=device,
         )
-        self.output = Linear(
-            query_size, (config.hidden_size,), bias=config.output_bias, dtype=dtype, device=device
+        self.output = RowParallelLinear(
+            shard.query,
+            config.hidden_size,
+            bias=config.output_bias,
+            parallel=parallel,
+            dtype=dtype,
+            device=device,
         )
         self.query_norm: RMSNorm | None = None
         self.key_norm: RMSNorm | None = None
@@ -184,7 +205,7 @@ class _Attention(nn.Module):
         projected: Tensor = self.output(attended.reshape(num_tokens, -1))
         return projected
 
-    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Destination]:
         tensors = self.qkv.checkpoint_tensors(
             f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj"
         )

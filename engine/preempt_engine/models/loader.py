@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from preempt_engine.errors import ModelNotFoundError, UnsupportedModelError
+from preempt_engine.layers.destination import Destination, TensorPart
 from preempt_engine.models.config_reader import read_json
 
 _SINGLE = "model.safetensors"
@@ -26,14 +26,15 @@ _DERIVED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias")
 
 
 def load_weights(
-    directory: Path, destinations: Mapping[str, Tensor], ignored: frozenset[str] = frozenset()
+    directory: Path, destinations: Mapping[str, Destination], ignored: frozenset[str] = frozenset()
 ) -> None:
     """Fill every destination from the checkpoint.
 
     Args:
         directory: holds `model.safetensors`, or shards with their index.
-        destinations: tensor name in the checkpoint -> view to fill; dtype and device may differ
-            from the file's.
+        destinations: tensor name in the checkpoint -> view to fill, by the whole tensor or by a
+            part of it, and then only that part is read; dtype and device may differ from the
+            file's.
         ignored: names that may be there and are not needed, such as a tied head.
 
     Raises:
@@ -49,11 +50,12 @@ def load_weights(
                 problems.append(f"unexpected {name}")
             continue
         missing.discard(name)
+        part = _as_part(destination)
         shape = list(tensor_slice.get_shape())
-        if shape == list(destination.shape):
-            destination.copy_(tensor_slice[:])
+        if shape == list(part.shape):
+            part.tensor.copy_(tensor_slice[part.index])
         else:
-            problems.append(f"{name} has shape {shape}, expected {list(destination.shape)}")
+            problems.append(f"{name} has shape {shape}, expected {list(part.shape)}")
     problems += [f"missing {name}" for name in sorted(missing)]
     if problems:
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" * (len(problems) > 8))
@@ -61,6 +63,13 @@ def load_weights(
             f"The tensors in {directory} do not fit its config.json: {shown}.",
             "Take config.json and the weights from the same source.",
         )
+
+
+def _as_part(destination: Destination) -> TensorPart:
+    if isinstance(destination, TensorPart):
+        return destination
+    shape = tuple(destination.shape)
+    return TensorPart(destination, shape, tuple(slice(0, size) for size in shape))
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, Any]]:

@@ -9,10 +9,17 @@ from torch import Tensor, nn
 
 from preempt_engine.attention.protocol import AttentionPlan, LayerKVCache
 from preempt_engine.layers.activation import PlainActivation, select_activation
+from preempt_engine.layers.destination import Destination
 from preempt_engine.layers.embedding import Embedding
-from preempt_engine.layers.linear import Linear
 from preempt_engine.layers.norm import LayerNorm
-from preempt_engine.models.config import ModelConfig
+from preempt_engine.layers.parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallel,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
+from preempt_engine.models.sharding import ModelShard
 
 # The checkpoints keep two unused rows before position 0, a leftover of fairseq's padding index.
 _POSITION_OFFSET = 2
@@ -22,7 +29,8 @@ class OPTForCausalLM(nn.Module):
     """The variant that all sizes but 350m use.
 
     Args:
-        config: of the checkpoint.
+        shard: this rank's part of the model.
+        parallel: the ranks.
         max_model_len: positions [0, max_model_len) will be used.
         dtype: of the weights.
         device: of the weights.
@@ -31,7 +39,8 @@ class OPTForCausalLM(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        shard: ModelShard,
+        parallel: TensorParallel,
         *,
         max_model_len: int,
         dtype: torch.dtype,
@@ -39,9 +48,10 @@ class OPTForCausalLM(nn.Module):
         deterministic: bool,
     ) -> None:
         super().__init__()
+        config = shard.whole
         assert max_model_len <= config.max_position_embeddings, (max_model_len, config)
-        self.embed_tokens = Embedding(
-            config.vocab_size, config.hidden_size, dtype=dtype, device=device
+        self.embed_tokens = VocabParallelEmbedding(
+            shard.vocab, config.hidden_size, parallel=parallel, dtype=dtype, device=device
         )
         self.embed_positions = Embedding(
             config.max_position_embeddings + _POSITION_OFFSET,
@@ -50,12 +60,12 @@ class OPTForCausalLM(nn.Module):
             device=device,
         )
         self.layers = nn.ModuleList(
-            _DecoderLayer(config, dtype, device, deterministic)
+            _DecoderLayer(shard, parallel, dtype, device, deterministic)
             for _ in range(config.num_hidden_layers)
         )
         self.norm = LayerNorm(config.hidden_size, config.norm_eps, dtype=dtype, device=device)
-        self.lm_head = Linear(
-            config.hidden_size, (config.vocab_size,), bias=False, dtype=dtype, device=device
+        self.lm_head = VocabParallelHead(
+            config.hidden_size, shard.vocab, parallel=parallel, dtype=dtype, device=device
         )
         self.tied = config.tie_word_embeddings
         if self.tied:
@@ -77,11 +87,11 @@ class OPTForCausalLM(nn.Module):
         return normed
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, vocab]."""
+        """[R, hidden] -> [R, vocab] on rank 0, [0, vocab] on other ranks."""
         logits: Tensor = self.lm_head(hidden)
         return logits
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
+    def checkpoint_tensors(self) -> dict[str, Destination]:
         """Destinations by Hugging Face's names."""
         prefix = "model.decoder"
         tensors = self.embed_tokens.checkpoint_tensors(f"{prefix}.embed_tokens")
@@ -97,21 +107,37 @@ class OPTForCausalLM(nn.Module):
 
 class _DecoderLayer(nn.Module):
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, deterministic: bool
+        self,
+        shard: ModelShard,
+        parallel: TensorParallel,
+        dtype: torch.dtype,
+        device: torch.device,
+        deterministic: bool,
     ) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
+        config, hidden, inner = shard.local, shard.local.hidden_size, shard.inner
         self.heads_shape = (3 * config.num_attention_heads, config.head_dim)
         self.attention_norm = LayerNorm(hidden, config.norm_eps, dtype=dtype, device=device)
-        self.qkv = Linear(
-            hidden, (hidden, hidden, hidden), bias=config.qkv_bias, dtype=dtype, device=device
+        self.qkv = ColumnParallelLinear(
+            hidden, (shard.query,) * 3, bias=config.qkv_bias, dtype=dtype, device=device
         )
-        self.output = Linear(hidden, (hidden,), bias=config.output_bias, dtype=dtype, device=device)
+        self.output = RowParallelLinear(
+            shard.query,
+            hidden,
+            bias=config.output_bias,
+            parallel=parallel,
+            dtype=dtype,
+            device=device,
+        )
         self.final_norm = LayerNorm(hidden, config.norm_eps, dtype=dtype, device=device)
-        self.up = Linear(hidden, (inner,), bias=config.mlp_bias, dtype=dtype, device=device)
+        self.up = ColumnParallelLinear(
+            hidden, (inner,), bias=config.mlp_bias, dtype=dtype, device=device
+        )
         activation = select_activation(config.hidden_act, deterministic=deterministic)
-        self.activation = PlainActivation(activation, inner)
-        self.down = Linear(inner, (hidden,), bias=config.mlp_bias, dtype=dtype, device=device)
+        self.activation = PlainActivation(activation, inner.size)
+        self.down = RowParallelLinear(
+            inner, hidden, bias=config.mlp_bias, parallel=parallel, dtype=dtype, device=device
+        )
 
     def forward(self, hidden: Tensor, cache: LayerKVCache, attention: AttentionPlan) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
@@ -125,7 +151,7 @@ class _DecoderLayer(nn.Module):
         output: Tensor = hidden + self.down(inner)
         return output
 
-    def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
+    def checkpoint_tensors(self, prefix: str) -> dict[str, Destination]:
         attention = f"{prefix}.self_attn"
         return (
             self.attention_norm.checkpoint_tensors(f"{attention}_layer_norm")

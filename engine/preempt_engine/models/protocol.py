@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from preempt_engine.attention.protocol import AttentionPlan, LayerKVCache
+from preempt_engine.layers.destination import Destination
 
 
 class CausalLM(Protocol):
@@ -34,11 +35,12 @@ class CausalLM(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden_size] -> [R, vocab_size]."""
+        """[R, hidden_size] -> [R, vocab_size] on rank 0, [0, vocab_size] on other ranks."""
         ...
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Tensor name in a Hugging Face checkpoint -> view of the parameter that holds it."""
+    def checkpoint_tensors(self) -> dict[str, Destination]:
+        """Tensor name in a Hugging Face checkpoint -> view of the parameter that holds it, or
+        this rank's part of it."""
         ...
 
     def modules(self) -> Iterator[nn.Module]:

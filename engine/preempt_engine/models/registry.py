@@ -6,17 +6,20 @@ from pathlib import Path
 
 import torch
 
+from preempt_engine.layers.parallel import TensorParallel
 from preempt_engine.models.config import OPT_ARCHITECTURES, ModelConfig
 from preempt_engine.models.llama import LlamaForCausalLM
 from preempt_engine.models.loader import load_weights
 from preempt_engine.models.opt import OPTForCausalLM
 from preempt_engine.models.protocol import CausalLM
+from preempt_engine.models.sharding import ModelShard
 
 
 def load_model(
     directory: Path,
     config: ModelConfig,
     *,
+    parallel: TensorParallel,
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -27,6 +30,7 @@ def load_model(
     Args:
         directory: the checkpoint.
         config: of that checkpoint.
+        parallel: the ranks; this one's part is loaded.
         max_model_len: positions [0, max_model_len) will be used.
         dtype: of the weights.
         device: of the weights.
@@ -34,10 +38,12 @@ def load_model(
 
     Raises:
         ModelNotFoundError, UnsupportedModelError: see `load_weights`.
+        ConfigError: see `ModelShard.of`.
     """
     model_class = OPTForCausalLM if config.architecture in OPT_ARCHITECTURES else LlamaForCausalLM
     model = model_class(
-        config,
+        ModelShard.of(config, parallel.rank, parallel.size),
+        parallel,
         max_model_len=max_model_len,
         dtype=dtype,
         device=device,

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from preempt_engine.errors import ConfigError
+
+# What does not change which token a greedy choice takes.
+_GREEDY_IGNORES = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "max_tokens",
+        "ignore_eos",
+        "stop",
+        "stop_token_ids",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +67,19 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True when no noise takes part."""
         return self.temperature == 0.0
+
+    @property
+    def argmax_suffices(self) -> bool:
+        """True when the largest logit alone decides: greedy, and nothing else is asked for.
+
+        Every field counts that is not known to leave a greedy choice alone, so that a new one is
+        never forgotten here.
+        """
+        return self.greedy and all(
+            getattr(self, field.name) == field.default
+            for field in dataclasses.fields(self)
+            if field.name not in _GREEDY_IGNORES
+        )
 
     def _validate(self) -> None:
         checks = (

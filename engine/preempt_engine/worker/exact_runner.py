@@ -23,6 +23,8 @@ class ExactRunner:
         vocab_size: of the exact model.
         max_model_len: most tokens of a sequence.
         eos_token_ids: ids that end a sequence.
+        rank: tensor parallel rank.
+        state: what this rank knows of the sequences.
         observer: is told what was computed; None costs nothing.
     """
 
@@ -32,20 +34,19 @@ class ExactRunner:
         self.max_model_len = config.max_model_len or DEFAULT_MAX_MODEL_LEN
         self.eos_token_ids = frozenset({EOS_TOKEN_ID})
         self.observer: EngineObserver | None = None
-        self._rank = rank
-        self._block_size = config.block_size
-        self._state = WorkerState(config.block_size)
+        self.rank = rank
+        self.state = WorkerState(config.block_size)
         self._cache = ExactCache(self.num_kv_blocks, config.block_size, salt=rank)
 
     def execute(self, step: SchedulerOutput) -> ExactLogits:
         """Run one step; rows as `LogitsBatch` orders them."""
-        self._state.apply(step)
+        self.state.apply(step)
         for key in step.dropped:
             self._cache.drop(key)
         self._cache.fill(step.poison_block_ids)
         self._cache.copy(step.block_copies)
         self._report_block_operations(step)
-        for item, sequence in self._state.rows(step):
+        for item, sequence in self.state.rows(step):
             slots = self._slots(item, sequence)
             token_ids = sequence.token_ids[item.start : item.end]
             table = sequence.block_table
@@ -53,7 +54,7 @@ class ExactRunner:
             if self.observer is not None:
                 self.observer.computed(
                     step.step_id,
-                    self._rank,
+                    self.rank,
                     item.key,
                     item.start,
                     token_ids,
@@ -62,15 +63,15 @@ class ExactRunner:
                     item.end,
                 )
         digests: list[int] = []
-        for item, sequence in self._state.rows(step):
+        for item, sequence in self.state.rows(step):
             digests += self._cache.read(item.key, item.end, sequence.block_table, item.logits_start)
         return ExactLogits(digests, self.vocab_size)
 
     def reset(self) -> None:
         """Forget every sequence; slots stay as they are, as they would on a device."""
-        for key in self._state.sequences:
+        for key in self.state.sequences:
             self._cache.drop(key)
-        self._state.sequences.clear()
+        self.state.sequences.clear()
 
     def close(self) -> None:
         """Release the cache."""
@@ -78,7 +79,7 @@ class ExactRunner:
         self._cache.slots = []
 
     def _slots(self, item: ScheduledSequence, sequence: WorkerSequence) -> list[int]:
-        size = self._block_size
+        size = self.state.block_size
         table = sequence.block_table
         return [table[p // size] * size + p % size for p in range(item.start, item.end)]
 
@@ -86,6 +87,6 @@ class ExactRunner:
         if self.observer is None:
             return
         if step.poison_block_ids:
-            self.observer.blocks_poisoned(step.step_id, self._rank, step.poison_block_ids)
+            self.observer.blocks_poisoned(step.step_id, self.rank, step.poison_block_ids)
         if step.block_copies:
-            self.observer.worker_copied(step.step_id, self._rank, step.block_copies)
+            self.observer.worker_copied(step.step_id, self.rank, step.block_copies)

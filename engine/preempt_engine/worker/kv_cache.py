@@ -29,7 +29,7 @@ def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> 
 
 
 def workspace_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
-    """What a step needs beside weights and KV cache, bounded from above.
+    """What a step needs beside weights and KV cache: an estimate, on the high side.
 
     Counts the tensors that are alive at once in the widest layer, the float32 logits of every
     sequence twice (the sampler copies), and a fixed part for the libraries.

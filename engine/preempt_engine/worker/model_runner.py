@@ -14,10 +14,12 @@ from preempt_engine.attention.protocol import AttentionBackend
 from preempt_engine.attention.select import select_backend
 from preempt_engine.config import EngineConfig
 from preempt_engine.errors import ConfigError, EngineClosedError
+from preempt_engine.layers.parallel import SingleRank, TensorParallel
 from preempt_engine.layers.row_plan import RowPlan
 from preempt_engine.models.config import ModelConfig, resolve_model
 from preempt_engine.models.protocol import CausalLM
 from preempt_engine.models.registry import load_model
+from preempt_engine.models.sharding import ModelShard
 from preempt_engine.observer import EngineObserver
 from preempt_engine.step import SchedulerOutput
 from preempt_engine.worker.determinism import ProbeSetting, choose_row_plan
@@ -26,7 +28,7 @@ from preempt_engine.worker.state import WorkerState
 from preempt_engine.worker.step_inputs import StepInputs, build_step_inputs
 from preempt_engine.worker.torch_logits import TorchLogits
 
-_RANK = 0  # of the only worker
+_SINGLE_RANK = SingleRank()
 
 
 class ModelRunner:
@@ -35,9 +37,12 @@ class ModelRunner:
     Args:
         config: of the engine; `model` is a directory or a hub id.
         observer: told what the attention backend is given; may be set or changed later.
+        parallel: the ranks; this one holds a part of the model. `close` leaves them.
 
     Attributes:
         model_config: of the checkpoint.
+        shard: this rank's part of it.
+        rank: tensor parallel rank.
         num_kv_blocks: size of the pool.
         vocab_size: columns of the logits.
         max_model_len: most positions of a sequence.
@@ -52,21 +57,31 @@ class ModelRunner:
     """
 
     @torch.inference_mode()
-    def __init__(self, config: EngineConfig, observer: EngineObserver | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        observer: EngineObserver | None = None,
+        parallel: TensorParallel = _SINGLE_RANK,
+    ) -> None:
         directory = resolve_model(config.model)
         self.config = config
         self.observer = observer
         self.model_config = ModelConfig.from_directory(directory)
-        self.device = choose_device(config.device)
+        self.parallel = parallel
+        self.rank = parallel.rank
+        self.shard = ModelShard.of(self.model_config, parallel.rank, parallel.size)
+        self.device = choose_device(config.device, parallel.rank, parallel.size)
         self.dtype = choose_dtype(config.dtype, self.model_config, self.device)
         self.max_model_len = choose_max_model_len(config, self.model_config)
         self.vocab_size = self.model_config.vocab_size
         self.eos_token_ids = self.model_config.eos_token_ids
         self._model: CausalLM | None = self._load(directory)
         self.row_plan, self._attention = self._choose_attention(self._model)
-        self.num_kv_blocks = choose_num_blocks(config, self.model_config, self.dtype, self.device)
+        self.num_kv_blocks = parallel.minimum(
+            choose_num_blocks(config, self.shard.local, self.dtype, self.device)
+        )
         self._kv_cache: KVCache | None = KVCache(
-            self.model_config,
+            self.shard.local,
             num_blocks=self.num_kv_blocks,
             block_size=config.block_size,
             dtype=self.dtype,
@@ -79,7 +94,8 @@ class ModelRunner:
         """Apply the step's deltas, poison, copies, and compute its tokens.
 
         Returns:
-            `step.num_logits` rows, in the order of `step.scheduled` and of positions.
+            `step.num_logits` rows, in the order of `step.scheduled` and of positions; none on
+            ranks other than 0.
 
         Raises:
             EngineClosedError: after `close`.
@@ -94,7 +110,7 @@ class ModelRunner:
         # 2. Tensors.
         inputs = build_step_inputs(step, self.state, self.device, self.row_plan)
         if self.observer is not None:
-            _report_computed(self.observer, step, inputs)
+            _report_computed(self.observer, self.rank, step, inputs)
         # 3. Forward; the head runs on the wanted rows only.
         plan = self._attention.plan(inputs.metadata)
         hidden = self._model.forward(
@@ -112,7 +128,9 @@ class ModelRunner:
         self.state = WorkerState(self.config.block_size)
 
     def close(self) -> None:
-        """Release weights and KV memory. Further calls do nothing."""
+        """Release weights and KV memory, and leave the ranks. Further calls do nothing."""
+        if self._model is not None:
+            self.parallel.close()
         self._model = None
         self._kv_cache = None
         self.reset()
@@ -123,6 +141,7 @@ class ModelRunner:
         return load_model(
             directory,
             self.model_config,
+            parallel=self.parallel,
             max_model_len=self.max_model_len,
             dtype=self.dtype,
             device=self.device,
@@ -139,27 +158,31 @@ class ModelRunner:
             return select_backend(config, self.device, scale=scale, row_plan=row_plan)
 
         setting = ProbeSetting(
-            model=self.model_config,
+            model=self.shard.local,
             dtype=self.dtype,
             device=self.device,
             block_size=config.block_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
-        row_plan = choose_row_plan(list(model.modules()), make_attention, setting)
+        row_plan = choose_row_plan(
+            list(model.modules()), make_attention, setting, parallel=self.parallel
+        )
         return row_plan, make_attention(row_plan)
 
     def _move_blocks(self, step: SchedulerOutput, kv_cache: KVCache) -> None:
         if step.poison_block_ids:
             kv_cache.poison(step.poison_block_ids)
             if self.observer is not None:
-                self.observer.blocks_poisoned(step.step_id, _RANK, list(step.poison_block_ids))
+                self.observer.blocks_poisoned(step.step_id, self.rank, list(step.poison_block_ids))
         if step.block_copies:
             kv_cache.copy_blocks(step.block_copies)
             if self.observer is not None:
-                self.observer.worker_copied(step.step_id, _RANK, list(step.block_copies))
+                self.observer.worker_copied(step.step_id, self.rank, list(step.block_copies))
 
 
-def _report_computed(observer: EngineObserver, step: SchedulerOutput, inputs: StepInputs) -> None:
+def _report_computed(
+    observer: EngineObserver, rank: int, step: SchedulerOutput, inputs: StepInputs
+) -> None:
     """Report the tensors of the forward pass, read back; nothing comes from the scheduler."""
     metadata = inputs.metadata
     token_ids = inputs.input_ids.tolist()
@@ -171,7 +194,7 @@ def _report_computed(observer: EngineObserver, step: SchedulerOutput, inputs: St
         read_len = metadata.read_lens[row]
         observer.computed(
             step.step_id,
-            _RANK,
+            rank,
             item.key,
             positions[first],
             token_ids[first:end],
@@ -181,11 +204,11 @@ def _report_computed(observer: EngineObserver, step: SchedulerOutput, inputs: St
         )
 
 
-def choose_device(name: str) -> torch.device:
-    """The device that `EngineConfig.device` names.
+def choose_device(name: str, rank: int = 0, size: int = 1) -> torch.device:
+    """The device that `EngineConfig.device` names; each rank has a GPU of its own.
 
     Raises:
-        ConfigError: the name is no device, or there is no such GPU.
+        ConfigError: the name is no device, there is no such GPU, or too few for all ranks.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -198,13 +221,20 @@ def choose_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={name!r} is not supported.", "Choose auto, cpu, cuda or cuda:N.")
     if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
+        if size > 1 and device.index is not None:
             raise ConfigError(
-                f"device={name!r}: this machine has {count} CUDA devices that torch can use.",
-                "Choose device='cpu', or install torch for CUDA.",
+                f"device={name!r} is one GPU, and there are {size} ranks.",
+                "Use device='cuda', and CUDA_VISIBLE_DEVICES to choose among GPUs.",
             )
-        return torch.device("cuda", device.index or 0)
+        index = device.index or rank
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if index >= count:
+            raise ConfigError(
+                f"device={name!r} for rank {rank}: this machine has {count} CUDA devices that "
+                "torch can use.",
+                "Choose device='cpu', install torch for CUDA, or use fewer ranks.",
+            )
+        return torch.device("cuda", index)
     return torch.device("cpu")
 
 

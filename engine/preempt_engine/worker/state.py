@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from preempt_engine.step import ScheduledSequence, SchedulerOutput, SequenceKey
+from preempt_engine.errors import WorkerStateDriftError
+from preempt_engine.step import (
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceKey,
+    StateCheck,
+    state_checksum,
+)
 
 
 @dataclass(slots=True)
@@ -32,7 +39,11 @@ class WorkerState:
         self.sequences: dict[SequenceKey, WorkerSequence] = {}
 
     def apply(self, step: SchedulerOutput) -> None:
-        """Take in a step's deltas; afterwards every scheduled sequence is complete up to `end`."""
+        """Take in a step's deltas; afterwards every scheduled sequence is complete up to `end`.
+
+        Raises:
+            WorkerStateDriftError: the step carries a state check that does not hold.
+        """
         for key in step.dropped:
             self.sequences.pop(key, None)
         for item in step.scheduled:
@@ -41,6 +52,9 @@ class WorkerState:
             sequence = self.sequences[item.key]
             sequence.token_ids.extend(item.new_token_ids)
             sequence.block_table.extend(item.new_block_ids)
+        if step.state_check is not None:
+            self._compare(step, step.state_check)
+        for item, sequence in self.rows(step):
             assert len(sequence.token_ids) >= item.end, (
                 f"sequence {item.key}: the step computes up to {item.end}, "
                 f"the worker knows {len(sequence.token_ids)} tokens"
@@ -54,3 +68,20 @@ class WorkerState:
         """The scheduled sequences with this worker's copy of each, in row order."""
         for item in step.scheduled:
             yield item, self.sequences[item.key]
+
+    def _compare(self, step: SchedulerOutput, check: StateCheck) -> None:
+        for item, expected in zip(step.scheduled, check.checksums, strict=True):
+            sequence = self.sequences[item.key]
+            if state_checksum(sequence.token_ids, sequence.block_table) != expected:
+                raise WorkerStateDriftError(
+                    f"Step {step.step_id}: the worker's copy of sequence {item.key} has "
+                    f"{len(sequence.token_ids)} tokens and block table {sequence.block_table}, "
+                    "which is not what the scheduler has.",
+                    "A delta was lost, doubled or changed between scheduler and worker.",
+                )
+        if len(self.sequences) != check.num_sequences:
+            raise WorkerStateDriftError(
+                f"Step {step.step_id}: the worker keeps {len(self.sequences)} sequences, and the "
+                f"scheduler takes it to keep {check.num_sequences}.",
+                "A sequence was not dropped, or dropped too early.",
+            )

@@ -1,0 +1,169 @@
+"""The embedded engine beside transformers, on a CPU: generate, and its continuous batching.
+
+    python -m benchmarks.engine_cpu [--requests N] [--repeats N] [--dtypes float32 bfloat16]
+
+SmolLM2-135M-Instruct, greedy, prompts of 32 tokens of real text and 64 output tokens each, once
+with room for all and once with 24 blocks of 16 tokens, where requests are preempted. `generate` has
+no pool, so it only stands in the first. All variants run in turn in one process; medians over
+repeats, ratios within each repeat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+from benchmarks.measure import machine, median_ratio, paired, print_table
+from preempt_engine import LLM, SamplingParams
+from preempt_engine.tokenizer import HFTokenizer
+from preempt_harness.checkpoints import smollm2_checkpoint
+from preempt_harness.prompts import PromptSource
+
+_PROMPT_TOKENS = 32
+_OUTPUT_TOKENS = 64
+_BLOCK_SIZE = 16
+_TIGHT_BLOCKS = 24
+_MAX_BATCHED_TOKENS = 2048
+_REFERENCE = "generate, room"
+
+Outputs = list[list[int]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    transformers.logging.set_verbosity_error()
+    print(machine())
+    print(
+        f"torch {torch.__version__} with {arguments.threads} threads, transformers "
+        f"{transformers.__version__}; SmolLM2-135M-Instruct, {arguments.requests} x "
+        f"({_PROMPT_TOKENS} + {_OUTPUT_TOKENS}) tokens, greedy, {arguments.repeats} repeats"
+    )
+    for dtype in arguments.dtypes:
+        report(dtype, arguments.requests, arguments.repeats)
+
+
+def report(dtype: str, num_requests: int, repeats: int) -> None:
+    """Run all variants with one dtype and print their table."""
+    path = smollm2_checkpoint()
+    prompts = real_prompts(HFTokenizer(path), num_requests)
+    room = num_requests * -(-(_PROMPT_TOKENS + _OUTPUT_TOKENS) // _BLOCK_SIZE) + 8
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+    ).eval()
+    with embedded(path, dtype, room) as roomy, embedded(path, dtype, _TIGHT_BLOCKS) as tight:
+        tight_name = f"{_TIGHT_BLOCKS} blocks"
+        runs: dict[str, Callable[[], Outputs]] = {
+            _REFERENCE: partial(run_generate, model, prompts),
+            "continuous batching, room": partial(run_continuous, model, prompts, room),
+            "embedded, room": partial(run_embedded, roomy, prompts),
+            f"continuous batching, {tight_name}": partial(
+                run_continuous, model, prompts, _TIGHT_BLOCKS
+            ),
+            f"embedded, {tight_name}": partial(run_embedded, tight, prompts),
+        }
+        outputs: dict[str, Outputs] = {}
+        figures = paired({name: partial(_timed, name, runs, outputs) for name in runs}, repeats)
+        preemptions = [llm.counters.num_preemptions / repeats for llm in (roomy, tight)]
+        recomputed = tight.counters.num_recomputed_tokens / repeats
+    rows = []
+    for name, seconds in figures.items():
+        pairs = zip(outputs[name], outputs[_REFERENCE], strict=True)
+        rows.append(
+            [
+                name,
+                f"{median(seconds):.2f}",
+                f"{num_requests * _OUTPUT_TOKENS / median(seconds):.1f}",
+                f"{median_ratio(figures[_REFERENCE], seconds):.2f}",
+                f"{sum(one == other for one, other in pairs)}/{num_requests}",
+            ]
+        )
+    print(f"\n{dtype}")
+    print_table(["variant", "s", "output tokens/s", "speed to generate", "equal outputs"], rows)
+    print(
+        f"embedded, preemptions a run: {preemptions[0]:g} with room, {preemptions[1]:g} in "
+        f"{tight_name} ({recomputed:g} tokens computed again)"
+    )
+
+
+def real_prompts(tokenizer: HFTokenizer, number: int) -> list[list[int]]:
+    """Prompts of equal length, so that `generate` needs no padding."""
+    source = PromptSource(0, 0, tokenizer.encode)
+    return [source.take(_PROMPT_TOKENS) for _ in range(number)]
+
+
+def run_generate(model: Any, prompts: list[list[int]]) -> Outputs:
+    """One static batch."""
+    ids = torch.tensor(prompts)
+    config = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=_OUTPUT_TOKENS,
+        min_new_tokens=_OUTPUT_TOKENS,
+        pad_token_id=0,
+    )
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    rows: Outputs = out[:, _PROMPT_TOKENS:].tolist()
+    return rows
+
+
+def run_continuous(model: Any, prompts: list[list[int]], num_blocks: int) -> Outputs:
+    """transformers' paged continuous batching."""
+    results = model.generate_batch(
+        prompts,
+        generation_config=GenerationConfig(
+            do_sample=False, max_new_tokens=_OUTPUT_TOKENS, eos_token_id=-1, pad_token_id=0
+        ),
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=_BLOCK_SIZE,
+            num_blocks=num_blocks,
+            max_batch_tokens=_MAX_BATCHED_TOKENS,
+            auto_switch_to_flash=False,
+        ),
+        warmup=False,
+    )
+    by_prompt = {tuple(item.prompt_ids): item.generated_tokens for item in results.values()}
+    return [by_prompt[tuple(prompt)] for prompt in prompts]
+
+
+def embedded(path: Path, dtype: str, num_blocks: int) -> LLM:
+    """This repository's engine, built once; loading weights is nobody's time."""
+    return LLM(
+        path,
+        dtype=dtype,
+        device="cpu",
+        num_kv_blocks=num_blocks,
+        block_size=_BLOCK_SIZE,
+        max_num_batched_tokens=_MAX_BATCHED_TOKENS,
+    )
+
+
+def run_embedded(llm: LLM, prompts: list[list[int]]) -> Outputs:
+    """All prompts at once; nothing is left in the prefix cache from the run before."""
+    llm.reset_prefix_cache()
+    params = SamplingParams(temperature=0.0, max_tokens=_OUTPUT_TOKENS, ignore_eos=True)
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, False)]
+
+
+def _timed(name: str, runs: dict[str, Callable[[], Outputs]], outputs: dict[str, Outputs]) -> float:
+    started = time.perf_counter()
+    outputs[name] = runs[name]()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()

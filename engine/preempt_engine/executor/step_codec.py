@@ -1,0 +1,293 @@
+"""The message of a step: `SchedulerOutput` as packed 32-bit words (docs/worker-protocol.md).
+
+A sequence is named once, when it is new to the workers; later steps carry a handle. A decoding
+sequence then costs 16 bytes whatever its length, and only new and re-prefilled sequences carry
+their token ids. Encoder and decoder keep the handles; both see every step, in order.
+
+    header   step  flags  decodes  others  dropped  poison  copies  name bytes
+    decodes  4 words each:  handle  start  token  block
+    others   10 words each, then all their token ids, then all their block ids
+    dropped  1 word each: handle        poison  1 word each        copies  2 words each
+    check    number of sequences, then 1 word per scheduled sequence; only with its flag
+    names    UTF-8, one after another
+
+Rows keep their order: each of the others carries its row, decodes fill the rows that are left.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from preempt_engine.errors import WireProtocolError
+from preempt_engine.step import ScheduledSequence, SchedulerOutput, SequenceKey, StateCheck
+
+_NUM_COUNTS = 8
+_DECODE_WORDS = 4
+_OTHER_WORDS = 10
+
+# Flags of the step.
+_REPORT = 1
+_CHECKED = 2
+# Flags of a sequence that is not one of the decodes.
+_RESET = 1
+_FULL_LOGITS = 2
+# A decode has no word for flags: whole rows are asked for by the top bit of its handle.
+_DECODE_FULL_LOGITS = 1 << 31
+_NO_BLOCK = (1 << 32) - 1
+
+
+class StepEncoder:
+    """The driver's side. One encoder serves all ranks: they are sent the same bytes."""
+
+    def __init__(self) -> None:
+        self._handles: dict[SequenceKey, int] = {}
+        self._next_handle = 0
+
+    def reset(self) -> None:
+        """Forget every sequence, as the decoders do."""
+        self._handles.clear()
+
+    def encode(self, step: SchedulerOutput, *, report: bool) -> bytes:
+        """The body of a STEP frame.
+
+        Args:
+            step: to send.
+            report: ask the workers for what their runners tell an observer.
+        """
+        dropped = [self._handles.pop(key) for key in step.dropped]
+        decodes: list[int] = []
+        others: list[int] = []
+        token_ids: list[int] = []
+        block_ids: list[int] = []
+        names: list[bytes] = []
+        for row, item in enumerate(step.scheduled):
+            if _is_decode(item):
+                self._add_decode(decodes, item)
+                continue
+            others += (row, *self._describe(item, names))
+            token_ids += item.new_token_ids
+            block_ids += item.new_block_ids
+        check = step.state_check
+        words = [
+            step.step_id,
+            report * _REPORT | (check is not None) * _CHECKED,
+            len(decodes) // _DECODE_WORDS,
+            len(others) // _OTHER_WORDS,
+            len(dropped),
+            len(step.poison_block_ids),
+            len(step.block_copies),
+            sum(map(len, names)),
+            *decodes,
+            *others,
+            *token_ids,
+            *block_ids,
+            *dropped,
+            *step.poison_block_ids,
+        ]
+        for pair in step.block_copies:
+            words += pair
+        if check is not None:
+            words += (check.num_sequences, *check.checksums)
+        return struct.pack(f"<{len(words)}I", *words) + b"".join(names)
+
+    def _add_decode(self, decodes: list[int], item: ScheduledSequence) -> None:
+        handle = self._handles[item.key]
+        if item.full_logits:
+            handle |= _DECODE_FULL_LOGITS
+        block = item.new_block_ids[0] if item.new_block_ids else _NO_BLOCK
+        decodes += (handle, item.start, item.new_token_ids[0], block)
+
+    def _describe(self, item: ScheduledSequence, names: list[bytes]) -> tuple[int, ...]:
+        """All words but the first of a sequence that is no decode; its name goes to `names`."""
+        name = b""
+        if item.reset:
+            name = item.key.request_id.encode()
+            names.append(name)
+            if item.key not in self._handles:
+                self._handles[item.key] = self._next_handle
+                self._next_handle += 1
+                assert self._next_handle < _DECODE_FULL_LOGITS
+        return (
+            self._handles[item.key],
+            item.start,
+            item.end,
+            item.logits_start,
+            item.reset * _RESET | item.full_logits * _FULL_LOGITS,
+            len(item.new_token_ids),
+            len(item.new_block_ids),
+            item.key.branch,
+            len(name),
+        )
+
+
+def _is_decode(item: ScheduledSequence) -> bool:
+    return (
+        not item.reset
+        and item.end == item.start + 1
+        and item.logits_start == item.start
+        and len(item.new_token_ids) == 1
+        and len(item.new_block_ids) <= 1
+    )
+
+
+class StepDecoder:
+    """A worker's side."""
+
+    def __init__(self) -> None:
+        self._keys: dict[int, SequenceKey] = {}
+
+    def reset(self) -> None:
+        """Forget every sequence."""
+        self._keys.clear()
+
+    def decode(self, body: bytes) -> tuple[SchedulerOutput, bool]:
+        """What `StepEncoder.encode` wrote: the step, and whether reports are wanted.
+
+        Raises:
+            WireProtocolError: the body is no step, or names a sequence that was never sent.
+        """
+        reader = _Reader(body)
+        step_id, flags, num_decodes, num_others, num_dropped, num_poison, num_copies, num_name = (
+            reader.words(_NUM_COUNTS)
+        )
+        reader.take_names(num_name)
+        decodes = reader.words(num_decodes * _DECODE_WORDS)
+        others = reader.words(num_others * _OTHER_WORDS)
+        num_token_ids, num_block_ids = sum(others[6::_OTHER_WORDS]), sum(others[7::_OTHER_WORDS])
+        token_ids, block_ids = reader.words(num_token_ids), reader.words(num_block_ids)
+        dropped = [self._forget(handle) for handle in reader.words(num_dropped)]
+        scheduled = self._others(others, list(token_ids), list(block_ids), reader)
+        step = SchedulerOutput(
+            step_id=step_id,
+            dropped=dropped,
+            poison_block_ids=list(reader.words(num_poison)),
+            block_copies=_pairs(reader.words(2 * num_copies)),
+            scheduled=self._in_rows(scheduled, decodes, num_decodes + num_others),
+        )
+        if flags & _CHECKED:
+            (num_sequences,) = reader.words(1)
+            checksums = list(reader.words(num_decodes + num_others))
+            step.state_check = StateCheck(num_sequences, checksums)
+        reader.expect_end()
+        return step, bool(flags & _REPORT)
+
+    def _others(
+        self,
+        words: Sequence[int],
+        token_ids: list[int],
+        block_ids: list[int],
+        reader: _Reader,
+    ) -> dict[int, ScheduledSequence]:
+        """Row -> sequence that is no decode."""
+        scheduled: dict[int, ScheduledSequence] = {}
+        first_token = first_block = 0
+        for index in range(0, len(words), _OTHER_WORDS):
+            row, handle, start, end, logits_start, flags, num_tokens, num_blocks, branch, length = (
+                words[index : index + _OTHER_WORDS]
+            )
+            if flags & _RESET:
+                self._keys[handle] = SequenceKey(reader.name(length), branch)
+            last_token, last_block = first_token + num_tokens, first_block + num_blocks
+            scheduled[row] = ScheduledSequence(
+                key=self._key(handle),
+                start=start,
+                end=end,
+                logits_start=logits_start,
+                reset=bool(flags & _RESET),
+                new_token_ids=token_ids[first_token:last_token],
+                new_block_ids=block_ids[first_block:last_block],
+                full_logits=bool(flags & _FULL_LOGITS),
+            )
+            first_token, first_block = last_token, last_block
+        return scheduled
+
+    def _in_rows(
+        self, others: dict[int, ScheduledSequence], decodes: Sequence[int], num_rows: int
+    ) -> list[ScheduledSequence]:
+        scheduled: list[ScheduledSequence] = []
+        index = 0
+        for row in range(num_rows):
+            if row in others:
+                scheduled.append(others[row])
+                continue
+            if index == len(decodes):
+                raise _unreadable("its rows do not add up")
+            handle, start, token_id, block_id = decodes[index : index + _DECODE_WORDS]
+            index += _DECODE_WORDS
+            scheduled.append(
+                ScheduledSequence(
+                    key=self._key(handle & ~_DECODE_FULL_LOGITS),
+                    start=start,
+                    end=start + 1,
+                    logits_start=start,
+                    reset=False,
+                    new_token_ids=[token_id],
+                    new_block_ids=[] if block_id == _NO_BLOCK else [block_id],
+                    full_logits=bool(handle & _DECODE_FULL_LOGITS),
+                )
+            )
+        return scheduled
+
+    def _key(self, handle: int) -> SequenceKey:
+        key = self._keys.get(handle)
+        if key is None:
+            raise _unreadable(f"sequence handle {handle} was never introduced")
+        return key
+
+    def _forget(self, handle: int) -> SequenceKey:
+        key = self._key(handle)
+        del self._keys[handle]
+        return key
+
+
+class _Reader:
+    """Takes words from the front of a body and names from its end."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+        self._position = 0
+        self._words_end = len(body)
+        self._name_position = len(body)
+
+    def words(self, count: int) -> tuple[int, ...]:
+        """The next so many words."""
+        end = self._position + 4 * count
+        if end > self._words_end:
+            raise _unreadable(f"it should have {end} bytes of words, and has {self._words_end}")
+        words = struct.unpack_from(f"<{count}I", self._body, self._position)
+        self._position = end
+        return words
+
+    def take_names(self, num_bytes: int) -> None:
+        """The last so many bytes are names, not words."""
+        self._words_end -= num_bytes
+        self._name_position = self._words_end
+
+    def name(self, length: int) -> str:
+        """The next name."""
+        end = self._name_position + length
+        raw = self._body[self._name_position : end]
+        if len(raw) != length:
+            raise _unreadable("a request id is cut off")
+        self._name_position = end
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            raise _unreadable("a request id is not UTF-8") from error
+
+    def expect_end(self) -> None:
+        """Everything must have been read."""
+        if self._position != self._words_end or self._name_position != len(self._body):
+            raise _unreadable("it has more bytes than it accounts for")
+
+
+def _pairs(words: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip(words[::2], words[1::2], strict=True))
+
+
+def _unreadable(why: str) -> WireProtocolError:
+    return WireProtocolError(
+        f"The message of a step cannot be read: {why}.",
+        "Driver and workers must run the same release of preempt_engine.",
+    )
