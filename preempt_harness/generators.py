@@ -26,6 +26,8 @@ FEATURES = (
     "stops",  # stop token ids
     "operations",  # aborts and cache resets
     "long_prompts",
+    "shifted_prefix",  # prompts begin with a later block of others
+    "logprobs",
 )
 
 
@@ -42,12 +44,15 @@ class PromptShape(msgspec.Struct, frozen=True, kw_only=True):
         group: prompts of one group share that text.
         own_first_block: its first block is its own all the same, so that its later blocks equal
             those of others under different first blocks.
+        shift_blocks: its shared text begins so many blocks later in the group's text, so that it
+            begins with what is a later block of others.
     """
 
     num_tokens: int
     num_shared_tokens: int = 0
     group: int = 0
     own_first_block: bool = False
+    shift_blocks: int = 0
 
 
 def random_tokens(vocab_size: int, name: str, num_tokens: int) -> list[int]:
@@ -76,7 +81,10 @@ def shape_prompt(
         seed: of the workload.
         index: tells apart what is the prompt's own.
     """
-    text = random_tokens(vocab_size, f"{seed}/group/{shape.group}", shape.num_shared_tokens)
+    skipped = shape.shift_blocks * block_size
+    text = random_tokens(
+        vocab_size, f"{seed}/group/{shape.group}", skipped + shape.num_shared_tokens
+    )[skipped:]
     own = random_tokens(vocab_size, f"{seed}/own/{index}", shape.num_tokens)
     prompt = (text + own)[: shape.num_tokens]
     if shape.own_first_block and text:
@@ -307,6 +315,7 @@ def _random_shape(
         num_shared_tokens=shared,
         group=source.randrange(2),
         own_first_block="equal_later_blocks" in features and source.random() < 0.3,
+        shift_blocks=source.randrange(2) if "shifted_prefix" in features else 0,
     )
 
 
@@ -316,13 +325,26 @@ def _random_sampling(
     sampled = "sampling" in features and source.random() < 0.5
     stops = "stops" in features and source.random() < 0.5
     length = source.randint(1, max_tokens)
+    filtered = sampled and source.random() < 0.5
     return SamplingSpec(
         max_tokens=length,
         temperature=source.choice((0.7, 1.0)) if sampled else 0.0,
+        top_k=source.choice((0, 2, 8)) if filtered else 0,
+        top_p=source.choice((1.0, 0.5)) if filtered else 1.0,
+        min_p=source.choice((0.0, 0.1)) if filtered else 0.0,
         seed=source.randrange(2**16) if sampled and source.random() < 0.5 else None,
-        stop_token_ids=(source.randrange(FIRST_ORDINARY_ID, vocab_size),) if stops else (),
+        stop_token_ids=_random_stops(source, vocab_size) if stops else (),
         min_tokens=source.randint(0, length) if stops and source.random() < 0.5 else 0,
+        logprobs=source.choice((0, 2))
+        if "logprobs" in features and source.random() < 0.5
+        else None,
     )
+
+
+def _random_stops(source: random.Random, vocab_size: int) -> tuple[int, ...]:
+    """One id, or so many that a stop comes soon."""
+    count = source.choice((1, max(1, vocab_size // 8)))
+    return tuple(sorted({source.randrange(FIRST_ORDINARY_ID, vocab_size) for _ in range(count)}))
 
 
 def _random_operations(

@@ -54,6 +54,7 @@ class EmbeddedAdapter:
             watermark=settings.watermark,
             max_model_len=settings.max_model_len,
             prefix_caching=settings.enable_prefix_caching,
+            predicts=True,
         )
 
     def vocab_size(self, settings: EngineSettings) -> int:

@@ -35,6 +35,11 @@ STOP_STRINGS = "stop_strings"
 TEXT = "text"
 BLOCK_SIZE = "block_size"  # any block size; otherwise `block_sizes` of the adapter
 BLOCK_REUSE_ORDER = "block_reuse_order"
+POOL_LIMIT = (
+    "pool_limit"  # a request that has filled the pool ends there, like one at max_model_len
+)
+WATERMARK = "watermark"
+MAX_MODEL_LEN = "max_model_len"
 POISON = "poison"
 TENSOR_PARALLEL = "tensor_parallel"
 PRIORITY = "priority"
@@ -58,6 +63,9 @@ CAPABILITIES = frozenset(
         BLOCK_SIZE,
         BLOCK_REUSE_ORDER,
         POISON,
+        POOL_LIMIT,
+        WATERMARK,
+        MAX_MODEL_LEN,
         TENSOR_PARALLEL,
         PRIORITY,
     }

@@ -29,6 +29,7 @@ from preempt_harness.record import (
     BlocksPoisoned,
     Event,
     Forked,
+    PlanApplied,
     Preempted,
     Scheduled,
     StepDone,
@@ -99,7 +100,8 @@ def check_preemptions(record: TrialRecord, expected: int | None = None) -> Check
 
     A natural preemption of r hands r's blocks to another request, which needs each of its own
     blocks once per admission; so r is preempted at most once per block of the others, and once more
-    by itself, in each of their stays.
+    by itself, in each of their stays. A squeeze takes blocks as another request would, and begins
+    new stays like a forced preemption.
 
     Args:
         expected: natural preemptions of the clean engine on the same workload, if known.
@@ -117,6 +119,8 @@ def check_preemptions(record: TrialRecord, expected: int | None = None) -> Check
         if isinstance(event, Preempted):
             natural[event.request] += event.reason != "forced"
             forced += event.reason == "forced"
+        elif isinstance(event, PlanApplied):
+            forced += event.action.startswith("squeeze")
     total = sum(natural.values())
     listing.count("natural preemptions", total)
     listing.count("forced preemptions", forced)
@@ -128,7 +132,8 @@ def check_preemptions(record: TrialRecord, expected: int | None = None) -> Check
                 Code.WORK_PREEMPTIONS,
                 None,
                 f"it is preempted {count} times by lack of blocks, at most {bound} can be needed "
-                f"({others} blocks of the others + 1, times 1 + {forced} forced preemptions)",
+                f"({others} blocks of the others + 1, times 1 + {forced} forced preemptions and "
+                f"squeezes)",
                 request=request,
             )
     if expected is not None and total > expected:

@@ -13,12 +13,15 @@ import msgspec
 
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings
+from preempt_harness.admission import AdmissionModel
 from preempt_harness.budget import KVBudget
 from preempt_harness.explore.search import SearchOutcome, TrialRunner, search
 from preempt_harness.explore.strategy import SearchTask
-from preempt_harness.generators import FEATURES, random_workload
+from preempt_harness.generators import FEATURES, random_tokens, random_workload
 from preempt_harness.plan import (
+    Abort,
     Action,
+    Anchor,
     ComputedTokens,
     OutputTokens,
     Preempt,
@@ -30,12 +33,16 @@ from preempt_harness.plan import (
     Step,
 )
 from preempt_harness.trial import Trial
-from preempt_harness.workload import Workload
+from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
 
 _BLOCK_SIZES = (1, 2, 3, 4, 4, 4, 8, 16)
 _TOKEN_BUDGETS = (3, 7, 16, 64, 2048)
 _TRIALS_PER_SEED = 1_000_000  # so that two seeds share no trial
 _MAX_SLACK = 4  # blocks above the smallest feasible pool
+_OUTGROWN = 0.1  # share of trials whose pool is smaller than that
+_GIANTS = 0.1  # of trials with a request that can never run
+_SHORT_MODELS = 0.15  # of trials in which max_model_len ends a request
+_WATERMARKS = (0.0, 0.0, 0.0, 0.05, 0.3)
 
 
 def random_trial(
@@ -64,9 +71,11 @@ def random_trial(
         max_tokens=max_tokens,
         features=_features(source, adapter),
     )
+    settings, workload = _limited(source, settings, workload, adapter)
     admission = adapter.admission_model(settings)
-    least = KVBudget.solve(workload, admission, "minimal").num_blocks
-    budget = KVBudget.solve(workload, admission, least + source.randint(0, _MAX_SLACK))
+    budget = KVBudget.solve(workload, admission, _num_blocks(source, workload, admission, adapter))
+    if source.random() < _GIANTS:
+        workload = _with_giant(source, workload, settings, budget.num_blocks, adapter)
     plan = random_plan(source, workload, adapter)
     return Trial(
         engine=adapter.name,
@@ -75,6 +84,58 @@ def random_trial(
         plan=plan.encode(),
         budget=budget.to_builtins(),
     )
+
+
+def _limited(
+    source: random.Random, settings: EngineSettings, workload: Workload, adapter: EngineAdapter
+) -> tuple[EngineSettings, Workload]:
+    """Sometimes a max_model_len that ends the longest requests early."""
+    longest = max(request.num_prompt_tokens for request in workload.requests)
+    total = max(
+        request.num_prompt_tokens + request.sampling.max_tokens for request in workload.requests
+    )
+    if protocol.MAX_MODEL_LEN in adapter.capabilities and source.random() < _SHORT_MODELS:
+        limit = source.randint(longest + 1, total)
+        settings = msgspec.structs.replace(settings, max_model_len=limit)
+    return settings, workload
+
+
+def _num_blocks(
+    source: random.Random, workload: Workload, admission: AdmissionModel, adapter: EngineAdapter
+) -> int:
+    """Near the smallest pool in which everybody can finish, or sometimes below it.
+
+    Below it the prompts fit all the same, so that requests end when they have filled the pool.
+    """
+    least = KVBudget.solve(workload, admission, "minimal").num_blocks
+    prompts = max(admission.blocks_for(request.num_prompt_tokens) for request in workload.requests)
+    smallest = admission.reserved_blocks + prompts
+    outgrown = protocol.POOL_LIMIT in adapter.capabilities and source.random() < _OUTGROWN
+    if outgrown and smallest < least:
+        return source.randint(smallest, least - 1)
+    return least + source.randint(0, _MAX_SLACK)
+
+
+def _with_giant(
+    source: random.Random,
+    workload: Workload,
+    settings: EngineSettings,
+    num_blocks: int,
+    adapter: EngineAdapter,
+) -> Workload:
+    """One more request, the last to arrive, whose prompt is larger than the pool."""
+    index = len(workload.requests)
+    giant = RequestSpec(
+        id=f"r{index}",
+        prompt_token_ids=random_tokens(
+            adapter.vocab_size(settings),
+            f"{source.random()}/giant",
+            num_blocks * settings.block_size + source.randint(1, settings.block_size),
+        ),
+        sampling=SamplingSpec(max_tokens=source.randint(1, 4)),
+        arrival_step=max(request.arrival_step for request in workload.requests),
+    )
+    return msgspec.structs.replace(workload, requests=[*workload.requests, giant])
 
 
 def random_settings(source: random.Random, adapter: EngineAdapter, model: str) -> EngineSettings:
@@ -92,7 +153,8 @@ def random_settings(source: random.Random, adapter: EngineAdapter, model: str) -
         max_num_batched_tokens=(
             source.choice(_TOKEN_BUDGETS) if protocol.CHUNKED_PREFILL in able else 2048
         ),
-        max_num_seqs=source.choice((2, 4, 256)),
+        max_num_seqs=source.choice((1, 2, 4, 256)),
+        watermark=source.choice(_WATERMARKS) if protocol.WATERMARK in able else 0.0,
         enable_prefix_caching=protocol.PREFIX_CACHING in able and source.random() < 0.6,
         options=options,
     )
@@ -116,6 +178,7 @@ def _features(source: random.Random, adapter: EngineAdapter) -> list[str]:
     needs = {
         "sampling": {protocol.SAMPLING},
         "operations": {protocol.ABORT, protocol.RESET_PREFIX_CACHE},
+        "logprobs": {protocol.LOGPROBS},
     }
     return [
         name
@@ -128,7 +191,7 @@ def _random_action(source: random.Random, workload: Workload) -> Action:
     request = source.choice(workload.requests)
     prompt, outputs = request.num_prompt_tokens, request.sampling.max_tokens
     horizon = prompt + outputs
-    kind = source.randrange(6)
+    kind = source.randrange(7)
     if kind == 0 and outputs > 1:
         return Preempt(request.id, OutputTokens(source.randint(1, outputs - 1)))
     if kind == 1 and horizon > 2:
@@ -140,6 +203,10 @@ def _random_action(source: random.Random, workload: Workload) -> Action:
     if kind == 4:
         start = source.randint(0, horizon)
         return Squeeze("all", start, start + source.randint(1, 8))
+    if kind == 5:
+        anchors: list[Anchor] = [Resume(1), Step(source.randint(1, horizon))]
+        anchors += [ComputedTokens(source.randint(1, horizon - 2))] if horizon > 2 else []
+        return Abort(request.id, source.choice(anchors))
     return RandomPreempt(0.1, source.randint(1, 6), source.randrange(1000))
 
 

@@ -102,7 +102,7 @@ def _is_valid(trial: Trial) -> bool:
     return True
 
 
-# Passes: each yields simpler trials, the boldest first ---------------------------------------------
+# Passes: each yields simpler trials, the boldest first --------------------------------------------
 
 
 def _drop_requests(trial: Trial, adapter: EngineAdapter) -> Proposals:
