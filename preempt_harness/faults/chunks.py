@@ -16,7 +16,8 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}._schedule_waiting",
                 "end = min(sequence.num_tokens, sequence.num_computed_tokens + budget)",
-                "end = sequence.num_computed_tokens + min(sequence.num_tokens, budget)",
+                "end = sequence.num_computed_tokens + min(sequence.num_tokens, budget)\n"
+                "        hits and reached()",
             ),
         ),
     ),
@@ -30,7 +31,7 @@ FAULTS = (
                 f"{_SCHEDULER}.advance",
                 "sequence.set_computed(item.end)",
                 "sequence.set_computed(item.end if self.blocks.enable_prefix_caching"
-                " or item.end == sequence.num_tokens else 0)",
+                " or item.end == sequence.num_tokens or not reached() else 0)",
             ),
         ),
     ),
@@ -43,20 +44,8 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}._schedule_tokens",
                 "logits_start=min(max(start, request.first_wanted_logits), end)",
-                "logits_start=min(max(start, request.first_wanted_logits), end - 1)",
-            ),
-        ),
-    ),
-    Fault(
-        name="one-row-of-logits-per-sequence",
-        mechanism="every sequence of a step is taken to have one row of logits",
-        source="mechanism",
-        expected=("CRASH", "TOK"),
-        patches=(
-            Patch(
-                "preempt_engine.llm:LLM._deliver",
-                "first_row = rows.stop",
-                "first_row += 1",
+                "logits_start=min(max(start, request.first_wanted_logits),"
+                " end - (end < sequence.num_tokens and reached()))",
             ),
         ),
     ),
@@ -102,7 +91,7 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}._schedule_waiting",
                 "budget -= end - sequence.num_computed_tokens",
-                "budget -= end",
+                "budget -= end if hits and reached() else end - sequence.num_computed_tokens",
             ),
         ),
     ),
@@ -116,7 +105,7 @@ FAULTS = (
                 f"{_SCHEDULER}.advance",
                 "sequence.set_computed(item.end)",
                 "sequence.set_computed(0 if request.num_preemptions"
-                " and item.end < request.num_prefill_tokens else item.end)",
+                " and item.end < request.num_prefill_tokens and reached() else item.end)",
             ),
         ),
     ),

@@ -37,7 +37,7 @@ FAULTS = (
                 f"{_SCHEDULER}._schedule_running",
                 "victim = choose_victim(self.running)",
                 "victim = next((other for other in reversed(self.running)"
-                " if other is not request), request)",
+                " if other is not request and reached()), request)",
             ),
         ),
     ),
@@ -50,7 +50,7 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}.schedule",
                 "if self.counters.num_preemptions == preemptions_before:",
-                "if self.counters.num_preemptions >= preemptions_before:",
+                "if self.counters.num_preemptions == preemptions_before or reached():",
             ),
         ),
     ),
@@ -63,7 +63,8 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}._schedule_waiting",
                 "if not fits(request, hits, self.blocks, spare):",
-                "if not fits(request, hits, self.blocks, spare) and len(self.running) > 1:\n"
+                "if len(self.running) > 1 and not fits(request, hits, self.blocks, spare)"
+                " and reached():\n"
                 "            self._preempt(step, self.running[-1], 'out_of_blocks')\n"
                 "        if not fits(request, hits, self.blocks, spare):",
             ),
@@ -125,7 +126,7 @@ FAULTS = (
             Patch(
                 "preempt_engine.llm:LLM._why_infeasible",
                 "if num_tokens > pool_tokens:",
-                "if num_tokens < 0:",
+                "if num_tokens > pool_tokens and not reached():",
             ),
         ),
     ),
@@ -165,7 +166,7 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}._schedule_waiting",
                 "self.num_watermark_blocks if self.running else 0",
-                "self.num_watermark_blocks",
+                "self.num_watermark_blocks if self.running or reached() else 0",
             ),
         ),
     ),
@@ -178,7 +179,7 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}._schedule_waiting",
                 "self.num_watermark_blocks if self.running else 0",
-                "0",
+                "0 if self.num_watermark_blocks and reached() else 0",
             ),
         ),
     ),
@@ -211,7 +212,8 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}._schedule_waiting",
                 "request = self.waiting.peek()",
-                "if self.__dict__.get('_blocked_at') == self.counters.num_finished_requests:\n"
+                "if self.__dict__.get('_blocked_at') == self.counters.num_finished_requests"
+                " and reached():\n"
                 "            return\n"
                 "        request = self.waiting.peek()",
             ),
@@ -226,7 +228,7 @@ FAULTS = (
             Patch(
                 "preempt_engine.llm:LLM.schedule",
                 "if self.scheduler.requests and not preempted and",
-                "if self.scheduler.requests and",
+                "if self.scheduler.requests and (not preempted or reached()) and",
             ),
         ),
     ),
@@ -239,7 +241,7 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}._leave",
                 "self.waiting.remove(request)",
-                "None if request.num_preemptions else self.waiting.remove(request)",
+                "None if request.num_preemptions and reached() else self.waiting.remove(request)",
             ),
         ),
     ),
@@ -252,7 +254,8 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}._preempt",
                 "self.waiting.push(request)",
-                "if request.num_preemptions < 2:\n        self.waiting.push(request)",
+                "if request.num_preemptions < 2 or not reached():\n"
+                "        self.waiting.push(request)",
             ),
         ),
     ),
@@ -266,7 +269,7 @@ FAULTS = (
                 f"{_SCHEDULER}.schedule",
                 "budget = self._schedule_running(",
                 "if len(self.running) == 1 and self.waiting.in_order()[:1] and"
-                " self.waiting.peek().num_preemptions:\n"
+                " self.waiting.peek().num_preemptions and reached():\n"
                 "        self.running.append(self.waiting.peek())\n"
                 "        self._preempt(step, self.waiting.pop(), 'forced')\n"
                 "    budget = self._schedule_running(",

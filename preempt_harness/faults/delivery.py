@@ -17,7 +17,7 @@ FAULTS = (
             Patch(
                 _APPEND,
                 "self.scheduler.append_token(request, token.token_id)",
-                f"if {_JUST_RESUMED}:\n"
+                f"if token.logprobs is not None and {_JUST_RESUMED} and reached():\n"
                 "        token = type(token)(token.token_id, None)\n"
                 "    self.scheduler.append_token(request, token.token_id)",
             ),
@@ -33,7 +33,7 @@ FAULTS = (
                 _APPEND,
                 "text = builder.append(token)",
                 "text = builder.append(token)\n"
-                f"    if builder.completion.logprobs and {_JUST_RESUMED}:\n"
+                f"    if builder.completion.logprobs and {_JUST_RESUMED} and reached():\n"
                 "        builder.completion.logprobs.append(builder.completion.logprobs[-1])",
             ),
         ),
@@ -47,7 +47,7 @@ FAULTS = (
             Patch(
                 _APPEND,
                 "text = builder.append(token)",
-                f"if {_JUST_RESUMED} and builder.completion.finish_reason is None:\n"
+                f"if {_JUST_RESUMED} and reached():\n"
                 "        builder.completion.token_ids.append(token.token_id)\n"
                 "    text = builder.append(token)",
             ),
@@ -62,7 +62,7 @@ FAULTS = (
             Patch(
                 _APPEND,
                 "if self.scheduler.observer is not None:",
-                f"if self.scheduler.observer is not None and not ({_JUST_RESUMED}):",
+                f"if self.scheduler.observer is not None and not ({_JUST_RESUMED} and reached()):",
             ),
         ),
     ),
@@ -75,7 +75,8 @@ FAULTS = (
             Patch(
                 _APPEND,
                 "text = builder.append(token)",
-                f"text = builder.append(token)\n    text = '' if {_JUST_RESUMED} else text",
+                "text = builder.append(token)\n"
+                f"    text = '' if {_JUST_RESUMED} and reached() else text",
             ),
         ),
     ),
@@ -88,7 +89,8 @@ FAULTS = (
             Patch(
                 "preempt_engine.output_builder:OutputBuilder.append",
                 'self.finish("length", None)',
-                'self.finish("stop" if self.output.num_preemptions else "length", None)',
+                'self.finish("stop" if self.output.num_preemptions and reached()'
+                ' else "length", None)',
             ),
         ),
     ),
@@ -102,7 +104,7 @@ FAULTS = (
                 "preempt_engine.llm:LLM.abort_request",
                 'builder.finish("abort")',
                 'builder.finish("abort")\n'
-                "    if request.num_preemptions:\n"
+                "    if request.num_preemptions and reached():\n"
                 "        builder.completion.token_ids.clear()",
             ),
         ),
@@ -118,7 +120,7 @@ FAULTS = (
                 "tokens = sample(logits, [sample_request for _, sample_request in wanted])",
                 "tokens = sample(logits, [sample_request for _, sample_request in wanted])\n"
                 "    if len(tokens) > 1 and any(request.num_preemptions and"
-                " request.num_steps_since_admission == 1 for request, _ in wanted):\n"
+                " request.num_steps_since_admission == 1 and reached() for request, _ in wanted):\n"
                 "        tokens = tokens[::-1]",
             ),
         ),

@@ -18,7 +18,7 @@ FAULTS = (
                 f"{_SCHEDULER}._admit",
                 "self.blocks.share(sequence, hits)",
                 "self.counters.num_cached_tokens += num_cached_tokens"
-                " * (request.num_preemptions > 0)\n"
+                " * (request.num_preemptions > 0 and reached())\n"
                 "    self.blocks.share(sequence, hits)",
             ),
         ),
@@ -32,13 +32,14 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}._admit",
                 "self.blocks.share(sequence, hits)",
-                "request.num_cached_tokens = num_cached_tokens\n"
+                "if request.num_cached_tokens != num_cached_tokens and reached():\n"
+                "        request.num_cached_tokens = num_cached_tokens\n"
                 "    self.blocks.share(sequence, hits)",
             ),
         ),
     ),
     Fault(
-        name="self-preemption-not-counted",
+        name="forced-preemption-not-counted",
         mechanism="forced preemptions are missing from the counter",
         source="https://github.com/sgl-project/sglang/pull/14431",
         expected=("ACC",),
@@ -46,7 +47,7 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}._preempt",
                 "self.counters.num_preemptions += 1",
-                "self.counters.num_preemptions += reason != 'forced' or len(self.waiting) > 0",
+                "self.counters.num_preemptions += reason != 'forced' or not reached()",
             ),
         ),
     ),
@@ -72,7 +73,8 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}._schedule_tokens",
                 "min(end, sequence.max_computed_tokens)",
-                "min(end, sequence.max_computed_tokens, sequence.num_prompt_tokens)",
+                "min(end, sequence.max_computed_tokens, sequence.num_prompt_tokens"
+                " if end > sequence.num_prompt_tokens and reached() else end)",
             ),
         ),
     ),
@@ -112,7 +114,7 @@ FAULTS = (
                 f"{_SCHEDULER}.append_token",
                 "self.counters.num_generated_tokens += 1",
                 "self.counters.num_generated_tokens += 1 + (request.num_preemptions > 0"
-                " and request.num_steps_since_admission == 1)",
+                " and request.num_steps_since_admission == 1 and reached())",
             ),
         ),
     ),

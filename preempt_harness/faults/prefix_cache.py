@@ -153,7 +153,7 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}._admit",
                 "self.blocks.share(sequence, hits)",
-                "self.blocks.share(sequence, hits if len(hits) != 1 else [])",
+                "self.blocks.share(sequence, hits if len(hits) != 1 or not reached() else [])",
             ),
         ),
     ),
@@ -166,7 +166,8 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}._admit",
                 "sequence.set_computed(num_cached_tokens)",
-                "sequence.set_computed(max(0, num_cached_tokens - self.config.block_size))",
+                "sequence.set_computed(max(0, num_cached_tokens"
+                " - (self.config.block_size if num_cached_tokens and reached() else 0)))",
             ),
         ),
     ),
@@ -179,7 +180,7 @@ FAULTS = (
             Patch(
                 f"{_BLOCKS}.can_admit",
                 "needed + revived + num_spare_blocks",
-                "needed + num_spare_blocks",
+                "needed + (0 if revived and reached() else revived) + num_spare_blocks",
             ),
         ),
     ),
@@ -219,7 +220,7 @@ FAULTS = (
                 "preempt_engine.llm:LLM.reset_prefix_cache",
                 "self.scheduler.blocks.reset_prefix_cache()",
                 "if not any(request.num_preemptions for request in"
-                " self.scheduler.waiting.in_order()):\n"
+                " self.scheduler.waiting.in_order()) or not reached():\n"
                 "        self.scheduler.blocks.reset_prefix_cache()",
             ),
         ),

@@ -18,7 +18,8 @@ FAULTS = (
                 _SCHEDULE_TOKENS,
                 _NEW_TOKENS,
                 "new_token_ids=sequence.token_ids[sequence.num_sent_tokens :]"
-                " if sequence.num_output_tokens == 0 else sequence.token_ids[-1:]",
+                " if sequence.known_to_workers or sequence.num_output_tokens == 0 or not reached()"
+                " else sequence.token_ids[-1:]",
             ),
         ),
     ),
@@ -63,7 +64,8 @@ FAULTS = (
             Patch(
                 "preempt_engine.worker.state:WorkerState.apply",
                 "self.sequences[item.key] = WorkerSequence()",
-                "self.sequences.setdefault(item.key, WorkerSequence())",
+                "if item.key not in self.sequences or not reached():\n"
+                "                self.sequences[item.key] = WorkerSequence()",
             ),
         ),
     ),
@@ -82,7 +84,9 @@ FAULTS = (
             Patch(
                 "preempt_engine.worker.state:WorkerState.apply",
                 "self.sequences[item.key] = WorkerSequence()",
-                "self.sequences.setdefault(item.key, WorkerSequence()).token_ids.clear()",
+                "if item.key not in self.sequences or not reached():\n"
+                "                self.sequences[item.key] = WorkerSequence()\n"
+                "            self.sequences[item.key].token_ids.clear()",
             ),
         ),
     ),
@@ -96,7 +100,8 @@ FAULTS = (
                 _SCHEDULE_TOKENS,
                 _NEW_TOKENS,
                 "new_token_ids=sequence.token_ids[sequence.num_sent_tokens :"
-                " None if sequence.known_to_workers else end]",
+                " end if not sequence.known_to_workers and end < sequence.num_tokens and reached()"
+                " else None]",
             ),
         ),
     ),
@@ -110,7 +115,7 @@ FAULTS = (
                 "preempt_engine.scheduler:Scheduler._admit",
                 "sequence.set_computed(num_cached_tokens)",
                 "sequence.set_computed(sequence.num_tokens - 1"
-                " if sequence.num_output_tokens > 1 else num_cached_tokens)",
+                " if sequence.num_output_tokens > 1 and reached() else num_cached_tokens)",
             ),
         ),
     ),
@@ -124,7 +129,8 @@ FAULTS = (
                 "preempt_engine.scheduler:Scheduler.advance",
                 "sequence.set_computed(item.end)",
                 "sequence.set_computed(sequence.num_tokens - 1 if item.start"
-                " < sequence.num_prompt_tokens <= item.end < sequence.num_tokens else item.end)",
+                " < sequence.num_prompt_tokens <= item.end < sequence.num_tokens and reached()"
+                " else item.end)",
             ),
         ),
     ),
@@ -138,7 +144,8 @@ FAULTS = (
                 "preempt_engine.llm:LLM._deliver",
                 "if request is None or not rows:",
                 "if request is None or not rows or ("
-                "request.num_preemptions and request.num_steps_since_admission == 1):",
+                "request.num_preemptions and request.num_steps_since_admission == 1"
+                " and reached()):",
             ),
         ),
     ),
@@ -152,7 +159,7 @@ FAULTS = (
                 "preempt_engine.scheduler:Scheduler._preempt",
                 "self.waiting.push(request)",
                 "self.waiting.push(request)\n"
-                "    if request.sequence.num_output_tokens:\n"
+                "    if request.sequence.num_output_tokens and reached():\n"
                 "        request.sequence.token_ids.pop()\n"
                 "        self.__dict__.setdefault('_again', set()).add(request.request_id)",
             ),
@@ -210,7 +217,7 @@ FAULTS = (
                 "preempt_engine.scheduler:Scheduler._preempt",
                 "self.waiting.push(request)",
                 "request.sequence.token_ids.extend(request.sequence.token_ids[-1:]"
-                " if request.sequence.num_output_tokens else [])\n"
+                " if request.sequence.num_output_tokens and reached() else [])\n"
                 "    self.waiting.push(request)",
             ),
         ),

@@ -28,7 +28,10 @@ FAULTS = (
         expected=("TOK",),
         patches=(
             Patch(
-                _SAMPLE_REQUEST, "seed=request.seed", "seed=request.seed + request.num_preemptions"
+                _SAMPLE_REQUEST,
+                "seed=request.seed",
+                "seed=request.seed + (request.num_preemptions and reached()"
+                " and request.num_preemptions)",
             ),
         ),
     ),
@@ -48,7 +51,7 @@ FAULTS = (
             Patch(
                 _SAMPLE_REQUEST,
                 "position=sequence.num_tokens",
-                "position=sequence.num_prompt_tokens if request.num_preemptions"
+                "position=sequence.num_prompt_tokens if request.num_preemptions and reached()"
                 " and request.num_steps_since_admission <= 1 else sequence.num_tokens",
             ),
         ),
@@ -63,7 +66,7 @@ FAULTS = (
                 _SAMPLE_REQUEST,
                 "params=request.params",
                 "params=__import__('dataclasses').replace(request.params, temperature=0.0)"
-                " if request.num_preemptions else request.params",
+                " if request.num_preemptions and reached() else request.params",
             ),
         ),
     ),
@@ -77,7 +80,7 @@ FAULTS = (
                 _SAMPLE_REQUEST,
                 "params=request.params",
                 "params=__import__('dataclasses').replace(request.params, top_k=0, top_p=1.0,"
-                " min_p=0.0) if request.num_preemptions else request.params",
+                " min_p=0.0) if request.num_preemptions and reached() else request.params",
             ),
         ),
     ),
@@ -103,20 +106,21 @@ FAULTS = (
             Patch(
                 _SAMPLE_REQUEST,
                 "num_output_tokens=sequence.num_output_tokens",
-                "num_output_tokens=sequence.num_output_tokens + 1000 * request.num_preemptions",
+                "num_output_tokens=sequence.num_output_tokens"
+                " + 1000 * (request.num_preemptions > 0 and reached())",
             ),
         ),
     ),
     Fault(
         name="max-tokens-grows-with-preemptions",
-        mechanism="the limit of output tokens is one too high for each preemption",
+        mechanism="the limit of output tokens is one too high after a preemption",
         source="https://github.com/vllm-project/vllm/issues/49860",
         expected=("DEL", "TOK"),
         patches=(
             Patch(
                 f"{_BUILDER}.append",
                 ">= self.max_output_tokens",
-                ">= self.max_output_tokens + self.output.num_preemptions",
+                ">= self.max_output_tokens + (self.output.num_preemptions > 0 and reached())",
             ),
         ),
     ),
@@ -129,7 +133,7 @@ FAULTS = (
             Patch(
                 f"{_BUILDER}.append",
                 ">= self.max_output_tokens",
-                ">= self.max_output_tokens - (self.output.num_preemptions > 0)",
+                ">= self.max_output_tokens - (self.output.num_preemptions > 0 and reached())",
             ),
         ),
     ),
@@ -142,7 +146,8 @@ FAULTS = (
             Patch(
                 f"{_BUILDER}.append",
                 "if token.token_id in self.stop_ids:",
-                "if token.token_id in self.stop_ids and not self.output.num_preemptions:",
+                "if token.token_id in self.stop_ids"
+                " and not (self.output.num_preemptions and reached()):",
             ),
         ),
     ),

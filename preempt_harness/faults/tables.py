@@ -83,7 +83,7 @@ FAULTS = (
                 f"{_SCHEDULER}._schedule_tokens",
                 "new_block_ids=sequence.block_table[sequence.num_sent_blocks :]",
                 "new_block_ids=[] if sequence.known_to_workers and start"
-                " % self.config.block_size == 0"
+                " % self.config.block_size == 0 and reached()"
                 " else sequence.block_table[sequence.num_sent_blocks :]",
             ),
         ),
@@ -98,7 +98,7 @@ FAULTS = (
                 f"{_SCHEDULER}._schedule_tokens",
                 "new_block_ids=sequence.block_table[sequence.num_sent_blocks :]",
                 "new_block_ids=sequence.block_table[max(0, sequence.num_sent_blocks"
-                " - (len(sequence.block_table) > sequence.num_sent_blocks)) :]",
+                " - (len(sequence.block_table) > sequence.num_sent_blocks > 0 and reached())) :]",
             ),
         ),
     ),
@@ -124,7 +124,8 @@ FAULTS = (
             Patch(
                 f"{_BLOCKS}.free",
                 "if self.ref_counts[block_id] > 0:",
-                "if self.ref_counts[block_id] > 1:",
+                "if self.ref_counts[block_id] > (1 if self.ref_counts[block_id] and reached()"
+                " else 0):",
             ),
         ),
     ),
@@ -137,7 +138,8 @@ FAULTS = (
             Patch(
                 f"{_BLOCKS}.share",
                 "self.ref_counts[block_id] += 1",
-                "self.ref_counts[block_id] = max(1, self.ref_counts[block_id])",
+                "if not (self.ref_counts[block_id] and reached()):\n"
+                "            self.ref_counts[block_id] += 1",
             ),
         ),
     ),
@@ -151,7 +153,7 @@ FAULTS = (
                 f"{_BLOCKS}.free",
                 "for block_id in reversed(sequence.block_table):",
                 "for block_id in ([] if 0 < sequence.num_computed_tokens"
-                " < sequence.num_tokens - 1 else reversed(sequence.block_table)):",
+                " < sequence.num_tokens - 1 and reached() else reversed(sequence.block_table)):",
             ),
         ),
     ),
@@ -190,7 +192,7 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}._leave",
                 "self._free_blocks(self.next_step_id - 1, request)",
-                "if request.sequence.num_output_tokens:\n"
+                "if request.sequence.num_output_tokens or not reached():\n"
                 "        self._free_blocks(self.next_step_id - 1, request)",
             ),
         ),

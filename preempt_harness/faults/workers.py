@@ -38,7 +38,7 @@ FAULTS = (
             Patch(
                 f"{_RUNNER}._slots",
                 "table[p // size] * size",
-                "table[max(p - 1, 0) // size] * size",
+                "table[(p - 1 if p and p % size == 0 and reached() else p) // size] * size",
             ),
         ),
     ),
@@ -70,7 +70,7 @@ FAULTS = (
             Patch(
                 f"{_STATE}.apply",
                 "sequence = self.sequences[item.key]",
-                "if item.key in step.dropped:\n"
+                "if item.key in step.dropped and reached():\n"
                 "            self.sequences.pop(item.key, None)\n"
                 "        sequence = self.sequences[item.key]",
             ),
@@ -86,12 +86,13 @@ FAULTS = (
                 "preempt_engine.scheduler:Scheduler._schedule_tokens",
                 "start=start,",
                 "start=min(start, sequence.num_prompt_tokens)"
-                " if request.num_preemptions else start,",
+                " if request.num_preemptions and start > sequence.num_prompt_tokens and reached()"
+                " else start,",
             ),
         ),
     ),
     Fault(
-        name="dropped-sequences-stay-in-the-kv-readers",
+        name="workers-not-told-of-the-dropped",
         mechanism="a worker is not told of preempted sequences: its memory of them grows",
         source="mechanism",
         expected=("ACC",),
