@@ -71,7 +71,7 @@ def random_tokens(vocab_size: int, name: str, num_tokens: int) -> list[int]:
 
 
 def shape_prompt(
-    shape: PromptShape, *, vocab_size: int, block_size: int, seed: int, index: int
+    shape: PromptShape, *, vocab_size: int, block_size: int, seed: int | str, index: int
 ) -> list[int]:
     """Token ids of a prompt.
 
@@ -233,7 +233,7 @@ def long_prompt(
 
 
 def random_workload(
-    seed: int,
+    seed: int | str,
     *,
     vocab_size: int,
     block_size: int,
@@ -365,7 +365,7 @@ def _random_operations(
 
 
 def _shaped(
-    shapes: Iterable[PromptShape], vocab_size: int, block_size: int, seed: int
+    shapes: Iterable[PromptShape], vocab_size: int, block_size: int, seed: int | str
 ) -> list[list[int]]:
     return [
         shape_prompt(shape, vocab_size=vocab_size, block_size=block_size, seed=seed, index=index)

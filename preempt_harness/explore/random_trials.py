@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -37,6 +38,9 @@ from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
 
 _BLOCK_SIZES = (1, 2, 3, 4, 4, 4, 8, 16)
 _TOKEN_BUDGETS = (3, 7, 16, 64, 2048)
+ACTION_KINDS = ("output", "computed", "resume", "all", "squeeze", "abort", "random")
+"""What a random plan is made of."""
+
 _TRIALS_PER_SEED = 1_000_000  # so that two seeds share no trial
 _MAX_SLACK = 4  # blocks above the smallest feasible pool
 _OUTGROWN = 0.1  # share of trials whose pool is smaller than that
@@ -46,12 +50,15 @@ _WATERMARKS = (0.0, 0.0, 0.0, 0.05, 0.3)
 
 
 def random_trial(
-    seed: int,
+    seed: int | str,
     adapter: EngineAdapter,
     *,
     model: str,
     max_requests: int = 5,
     max_tokens: int = 20,
+    settings: EngineSettings | None = None,
+    features: Iterable[str] | None = None,
+    action_kinds: Sequence[str] = ACTION_KINDS,
 ) -> Trial:
     """A trial under pressure: a pool near the smallest feasible one, and often a plan as well.
 
@@ -60,23 +67,25 @@ def random_trial(
         adapter: of the engine; its capabilities bound what is drawn.
         model: name of the model.
         max_requests, max_tokens: size of the workload.
+        settings, features: instead of drawn ones.
+        action_kinds: of `ACTION_KINDS`, for the plan; with none there is no plan.
     """
     source = random.Random(f"{seed}/trial")
-    settings = random_settings(source, adapter, model)
+    settings = settings or random_settings(source, adapter, model)
     workload = random_workload(
         seed,
         vocab_size=adapter.vocab_size(settings),
         block_size=settings.block_size,
         max_requests=max_requests,
         max_tokens=max_tokens,
-        features=_features(source, adapter),
+        features=random_features(source, adapter) if features is None else features,
     )
     settings, workload = _limited(source, settings, workload, adapter)
     admission = adapter.admission_model(settings)
     budget = KVBudget.solve(workload, admission, _num_blocks(source, workload, admission, adapter))
     if source.random() < _GIANTS:
         workload = _with_giant(source, workload, settings, budget.num_blocks, adapter)
-    plan = random_plan(source, workload, adapter)
+    plan = random_plan(source, workload, adapter, action_kinds)
     return Trial(
         engine=adapter.name,
         settings=msgspec.structs.replace(settings, num_blocks=budget.num_blocks),
@@ -161,20 +170,25 @@ def random_settings(source: random.Random, adapter: EngineAdapter, model: str) -
 
 
 def random_plan(
-    source: random.Random, workload: Workload, adapter: EngineAdapter
+    source: random.Random,
+    workload: Workload,
+    adapter: EngineAdapter,
+    kinds: Sequence[str] = ACTION_KINDS,
 ) -> PreemptionPlan:
     """No action, or a few, each of which can be due in the workload."""
     able = adapter.capabilities
-    if protocol.PREEMPT not in able or source.random() < 0.3:
+    if protocol.PREEMPT not in able or not kinds or source.random() < 0.3:
         return PreemptionPlan()
-    actions = [_random_action(source, workload) for _ in range(source.randint(1, 3))]
+    actions = [
+        _random_action(source, workload, source.choice(kinds)) for _ in range(source.randint(1, 3))
+    ]
     return PreemptionPlan(
         action for action in actions if PreemptionPlan([action]).capabilities <= able
     )
 
 
-def _features(source: random.Random, adapter: EngineAdapter) -> list[str]:
-    """Swarm: each feature is left out half of the time, and where the engine lacks it."""
+def random_features(source: random.Random, adapter: EngineAdapter) -> list[str]:
+    """Workload features; each is left out half of the time, and where the engine lacks it."""
     needs = {
         "sampling": {protocol.SAMPLING},
         "operations": {protocol.ABORT, protocol.RESET_PREFIX_CACHE},
@@ -187,23 +201,22 @@ def _features(source: random.Random, adapter: EngineAdapter) -> list[str]:
     ]
 
 
-def _random_action(source: random.Random, workload: Workload) -> Action:
+def _random_action(source: random.Random, workload: Workload, kind: str) -> Action:
     request = source.choice(workload.requests)
     prompt, outputs = request.num_prompt_tokens, request.sampling.max_tokens
     horizon = prompt + outputs
-    kind = source.randrange(7)
-    if kind == 0 and outputs > 1:
+    if kind == "output" and outputs > 1:
         return Preempt(request.id, OutputTokens(source.randint(1, outputs - 1)))
-    if kind == 1 and horizon > 2:
+    if kind == "computed" and horizon > 2:
         return Preempt(request.id, ComputedTokens(source.randint(1, horizon - 2)))
-    if kind == 2:
+    if kind == "resume":
         return Preempt(request.id, Resume(1))
-    if kind == 3:
+    if kind == "all":
         return PreemptAll(Step(source.randint(1, horizon)))
-    if kind == 4:
+    if kind == "squeeze":
         start = source.randint(0, horizon)
         return Squeeze("all", start, start + source.randint(1, 8))
-    if kind == 5:
+    if kind == "abort":
         anchors: list[Anchor] = [Resume(1), Step(source.randint(1, horizon))]
         anchors += [ComputedTokens(source.randint(1, horizon - 2))] if horizon > 2 else []
         return Abort(request.id, source.choice(anchors))

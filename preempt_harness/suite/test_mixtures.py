@@ -30,5 +30,15 @@ def test_mixture(preempt: PreemptHarness, seed: int) -> None:
 
 
 def _changes(settings: EngineSettings) -> dict[str, object]:
-    names = ("block_size", "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching")
-    return {name: getattr(settings, name) for name in (*names, "options")}
+    return {
+        name: getattr(settings, name)
+        for name in (
+            "block_size",
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "max_model_len",
+            "watermark",
+            "enable_prefix_caching",
+            "options",
+        )
+    }
