@@ -109,25 +109,26 @@ def real_prompts(tokenizer: HFTokenizer, number: int) -> list[list[int]]:
 def run_generate(model: Any, prompts: list[list[int]]) -> Outputs:
     """One static batch."""
     ids = torch.tensor(prompts)
-    config = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=_OUTPUT_TOKENS,
-        min_new_tokens=_OUTPUT_TOKENS,
-        pad_token_id=0,
-    )
     with torch.inference_mode():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=_generation_config()
+        )
     rows: Outputs = out[:, _PROMPT_TOKENS:].tolist()
     return rows
+
+
+def _generation_config() -> GenerationConfig:
+    """Greedy; an end-of-sequence id that no token has keeps every output at full length."""
+    return GenerationConfig(
+        do_sample=False, max_new_tokens=_OUTPUT_TOKENS, eos_token_id=-1, pad_token_id=0
+    )
 
 
 def run_continuous(model: Any, prompts: list[list[int]], num_blocks: int) -> Outputs:
     """transformers' paged continuous batching."""
     results = model.generate_batch(
         prompts,
-        generation_config=GenerationConfig(
-            do_sample=False, max_new_tokens=_OUTPUT_TOKENS, eos_token_id=-1, pad_token_id=0
-        ),
+        generation_config=_generation_config(),
         continuous_batching_config=ContinuousBatchingConfig(
             page_size=_BLOCK_SIZE,
             num_blocks=num_blocks,

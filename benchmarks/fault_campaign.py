@@ -52,7 +52,7 @@ _DRIVER = """
 import sys
 from preempt_engine import LLM, SamplingParams
 llm = LLM("exact", tensor_parallel_size=int(sys.argv[1]), num_kv_blocks=16, block_size=4)
-print(*llm._executor.process_ids, flush=True)
+print(*llm.worker_process_ids, flush=True)
 params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 while True:
     llm.generate([[1] * 20] * 4, params, use_tqdm=False)

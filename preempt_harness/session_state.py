@@ -10,7 +10,12 @@ import pytest
 from preempt_harness import replay
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.child import ChildHost
-from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, Session
+from preempt_harness.adapters.protocol import (
+    EngineAdapter,
+    EngineSettings,
+    KeepsEngines,
+    Session,
+)
 from preempt_harness.adapters.registry import AdapterError, AdapterRegistry
 from preempt_harness.baseline import BaselineStore
 from preempt_harness.collector import PROPERTY
@@ -142,12 +147,18 @@ class SessionState:
 
     def host_pids(self) -> frozenset[int]:
         """Engine processes that outlive a test on purpose."""
-        return frozenset(host.pid for host in self._hosts.values() if host.pid is not None)
+        hosts = frozenset(host.pid for host in self._hosts.values() if host.pid is not None)
+        return hosts.union(*(keeper.kept_process_ids() for keeper in self._keepers()))
 
     def close(self) -> None:
         """End every engine process."""
         for host in self._hosts.values():
             host.close()
+        for keeper in self._keepers():
+            keeper.close_kept()
+
+    def _keepers(self) -> list[KeepsEngines]:
+        return [a for a in self._adapters.values() if isinstance(a, KeepsEngines)]
 
     def _replayed(self) -> Trial | None:
         if not self.selection.replay:

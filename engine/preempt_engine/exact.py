@@ -165,6 +165,12 @@ class ExactCache:
             for block_id in state.table:
                 self._readers_of_block[block_id].discard(reader)
 
+    def clear(self) -> None:
+        """Forget all slots and readers, as in a new cache."""
+        self.slots = [_EMPTY] * (self.num_blocks * self.block_size)
+        self._readers.clear()
+        self._readers_of_block.clear()
+
     def fill(self, block_ids: Iterable[int]) -> None:
         """Overwrite whole blocks with a value that belongs to no history."""
         for block_id in block_ids:

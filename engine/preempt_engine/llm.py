@@ -27,6 +27,7 @@ from preempt_engine.executor.uniproc import UniprocExecutor
 from preempt_engine.observer import EngineObserver
 from preempt_engine.output_builder import OutputBuilder
 from preempt_engine.outputs import RequestOutput, TokenScore
+from preempt_engine.reset import changed_config
 from preempt_engine.sampling.logprobs import score_rows
 from preempt_engine.sampling.noise import derive_seed
 from preempt_engine.sampling.params import SamplingParams
@@ -68,20 +69,12 @@ class LLM:
     ) -> None:
         config = EngineConfig.from_kwargs(os.fspath(model), options)
         self._executor, self.config, self.tokenizer = _build(config)
-        self.scheduler = Scheduler(
-            self.config, self._executor.num_kv_blocks, controller=preemption_controller
-        )
-        self.max_total_tokens = min(
-            self._executor.max_model_len,
-            # The last token of a sequence is sampled but never computed.
-            self._executor.num_kv_blocks * self.config.block_size + 1,
-        )
+        self._built_config = self.config
         self._builders: dict[str, OutputBuilder] = {}
         self._scorings: dict[str, _Scoring] = {}
         self._ended_early: list[RequestOutput] = []
-        self._num_arrived = 0
         self._closed = False
-        self.set_observer(observer)
+        self._begin(preemption_controller, observer)
 
     # One call does it all -----------------------------------------------------------------------
 
@@ -299,13 +292,19 @@ class LLM:
     @property
     def num_kv_blocks(self) -> int:
         """Size of the pool in blocks."""
-        return self._executor.num_kv_blocks
+        return self.scheduler.blocks.num_blocks
+
+    @property
+    def worker_process_ids(self) -> list[int]:
+        """Ids of the worker processes, by rank; none with one rank."""
+        return self._executor.process_ids
 
     def reset(
         self,
         *,
         preemption_controller: PreemptionController | None = None,
         observer: EngineObserver | None = None,
+        **changes: Any,
     ) -> None:
         """Make the engine as good as new, for another trial: same weights, same workers.
 
@@ -315,18 +314,22 @@ class LLM:
         Args:
             preemption_controller: of the next trial.
             observer: of the next trial.
+            **changes: fields of `EngineConfig` that only the scheduler knows, such as
+                `num_kv_blocks` or `seed`; the pool and the token budget can be at most as large
+                as the engine was built for. Others stay as they are.
 
         Raises:
             EngineBusyError: requests are unfinished, or blocks are held.
+            ConfigError: a change is wrong, or needs a new engine.
         """
         self._check_open()
         self._check_idle()
-        self._executor.reset()
-        self.scheduler = Scheduler(
-            self.config, self._executor.num_kv_blocks, controller=preemption_controller
+        config = changed_config(
+            self.config, changes, self._built_config, self._executor.num_kv_blocks
         )
-        self._num_arrived = 0
-        self.set_observer(observer)
+        self._executor.reset()
+        self.config = config
+        self._begin(preemption_controller, observer)
 
     # Closing ------------------------------------------------------------------------------------
 
@@ -352,6 +355,20 @@ class LLM:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError("This engine is closed.", "Build a new LLM.")
+
+    def _begin(
+        self, controller: PreemptionController | None, observer: EngineObserver | None
+    ) -> None:
+        """What is new in a new engine, and in one that was reset."""
+        num_blocks = self.config.num_kv_blocks or self._executor.num_kv_blocks
+        self.scheduler = Scheduler(self.config, num_blocks, controller=controller)
+        self.max_total_tokens = min(
+            self._executor.max_model_len,
+            # The last token of a sequence is sampled but never computed.
+            num_blocks * self.config.block_size + 1,
+        )
+        self._num_arrived = 0
+        self.set_observer(observer)
 
     def _check_idle(self) -> None:
         """Nothing is left over: what a user may have left raises, what we may have left asserts."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from preempt_harness.adapters import protocol
+from preempt_harness.adapters.embedded_pool import EnginePool
 from preempt_harness.adapters.protocol import EngineSettings, KnownIssue, SessionInfo
 from preempt_harness.admission import AdmissionModel
 from preempt_harness.record import AnyEvent, RequestResult, Score, SequenceOutput
@@ -74,13 +75,24 @@ class EmbeddedAdapter:
         """The exact model needs nothing more; torch is asked for when a checkpoint is opened."""
         return None
 
+    def __init__(self) -> None:
+        self._pool = EnginePool()
+
+    def kept_process_ids(self) -> frozenset[int]:
+        """Of tensor-parallel engines that wait for the next session."""
+        return self._pool.process_ids()
+
+    def close_kept(self) -> None:
+        """Close engines that wait for the next session."""
+        self._pool.close()
+
     def open(self, settings: EngineSettings) -> EmbeddedSession:
-        """Build the engine.
+        """Build the engine, or take a kept one.
 
         Raises:
             preempt_engine.errors.EngineError: the settings cannot be honoured.
         """
-        return EmbeddedSession(settings)
+        return EmbeddedSession(settings, self._pool)
 
 
 class EmbeddedSession:
@@ -89,16 +101,17 @@ class EmbeddedSession:
     Args:
         settings: what the trial asks for; `options` are arguments of `LLM`, and
             "record_pool_every": a full `PoolState` every so many steps (16).
+        pool: where the engine comes from and goes.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
-        from preempt_engine import LLM
+    def __init__(self, settings: EngineSettings, pool: EnginePool) -> None:
         from preempt_harness.adapters.embedded_observer import RecordingObserver
 
         options = dict(settings.options)
         pool_every = options.pop("record_pool_every", 16)
         config = _llm_arguments(settings, options)
-        self.llm: LLM = LLM(**config)
+        self._pool = pool
+        self.llm: LLM = pool.take(config)
         self._observer = RecordingObserver(pool_every=pool_every)
         self.llm.set_observer(self._observer)
         self._outputs: dict[str, RequestOutput] = {}
@@ -151,9 +164,10 @@ class EmbeddedSession:
         return {request: _result(output) for request, output in self._outputs.items()}
 
     def close(self) -> Sequence[AnyEvent]:
-        """Close the engine; the last event is the final state of the pool."""
+        """Let the engine go; the last event is the final state of the pool."""
         self._observer.record_pool(self.llm.scheduler.next_step_id, self.llm.scheduler)
-        self.llm.close()
+        self.llm.set_observer(None)
+        self._pool.give_back(self.llm)
         return self._observer.take_events()
 
     def preempt(self, request: str, mode: str) -> None:

@@ -9,7 +9,7 @@ pretended.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -211,6 +211,19 @@ class KnownIssue(msgspec.Struct, frozen=True, kw_only=True):
     scenario: str
     versions: str
     link: str
+
+
+@runtime_checkable
+class KeepsEngines(Protocol):
+    """An adapter that keeps engines between sessions, because starting them takes long."""
+
+    def kept_process_ids(self) -> frozenset[int]:
+        """Processes of engines that wait for the next session; no leak of a test."""
+        ...
+
+    def close_kept(self) -> None:
+        """Close engines that wait for the next session."""
+        ...
 
 
 class EngineAdapter(Protocol):

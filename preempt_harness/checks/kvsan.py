@@ -60,6 +60,8 @@ OWNERSHIP_CODES = frozenset(
         Code.KVSAN_LEAK,
     }
 )
+# What a worker does to its blocks; within a step it comes before the rows of the same rank.
+_RANK_BLOCK_EVENTS = (BlocksPoisoned, WorkerCopied, WorkerSwappedOut, WorkerSwappedIn)
 
 
 class KVSan:
@@ -131,7 +133,7 @@ class KVSan:
         if isinstance(event, Computed):
             self._take_row(event)
             return
-        if self._rows:
+        if self._rows and not self._begins_a_rank(event):
             self._compute()
         handler = self._handlers.get(type(event))
         if handler is not None:
@@ -167,6 +169,14 @@ class KVSan:
             self._compute()
         self._known(row.seq)
         self._rows.setdefault(row.rank, []).append(row)
+
+    def _begins_a_rank(self, event: Event) -> bool:
+        """Whether it is what another rank did to its blocks before its rows of the same step."""
+        return (
+            isinstance(event, _RANK_BLOCK_EVENTS)
+            and event.rank not in self._rows
+            and any(rows[0].step == event.step for rows in self._rows.values())
+        )
 
     def _compute(self) -> None:
         rows_of_rank, self._rows = self._rows, {}

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from preempt_engine import LLM, SamplingParams
+from preempt_engine.config import EngineConfig
 from preempt_engine.errors import (
     ConfigError,
     EngineBusyError,
@@ -26,6 +27,7 @@ from preempt_engine.errors import (
 from preempt_engine.exact import reference_generate
 from preempt_engine.executor.multiproc import MultiprocExecutor
 from preempt_engine.observer import EngineObserver
+from preempt_engine.step import ScheduledSequence, SchedulerOutput, SequenceKey
 
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 _PROMPTS = [[index + 1] * (5 + index) for index in range(6)]
@@ -51,12 +53,6 @@ def generate(llm: LLM) -> list[list[int]]:
 
 def expected(num_ranks: int) -> list[list[int]]:
     return [reference_generate(prompt, 12, 64, num_ranks=num_ranks) for prompt in _PROMPTS]
-
-
-def worker_ids(llm: LLM) -> list[int]:
-    executor = llm._executor
-    assert isinstance(executor, MultiprocExecutor)
-    return executor.process_ids
 
 
 def runs(process: psutil.Process) -> bool:
@@ -92,7 +88,7 @@ def test_a_rank_that_goes_wrong_is_named_and_nothing_is_left(
     """Each way for rank 1 to go wrong gives its own error, and ends every process."""
     before = open_files()
     llm = make_llm(f"at_step:{kind} 1 2", worker_timeout_s=0.5)
-    processes = worker_ids(llm)
+    processes = llm.worker_process_ids
     with pytest.raises(error_class, match=text) as caught:
         generate(llm)
     assert caught.value.rank == 1
@@ -157,7 +153,7 @@ def test_ids_that_are_left_out_on_resume_are_missed_by_the_rank() -> None:
 def test_close_ends_the_workers_and_may_be_repeated() -> None:
     before = open_files()
     llm = make_llm()
-    processes = worker_ids(llm)
+    processes = llm.worker_process_ids
     llm.close()
     llm.close()
     assert not any(psutil.pid_exists(pid) for pid in processes)
@@ -166,7 +162,7 @@ def test_close_ends_the_workers_and_may_be_repeated() -> None:
 
 def test_an_engine_that_is_forgotten_leaves_no_process() -> None:
     llm = make_llm()
-    processes = worker_ids(llm)
+    processes = llm.worker_process_ids
     del llm
     assert not any(psutil.pid_exists(pid) for pid in processes)
 
@@ -180,7 +176,7 @@ def test_two_engines_live_side_by_side() -> None:
 
 def test_workers_ignore_an_interrupt() -> None:
     with make_llm() as llm:
-        for pid in worker_ids(llm):
+        for pid in llm.worker_process_ids:
             os.kill(pid, signal.SIGINT)
         assert generate(llm) == expected(2)
 
@@ -190,7 +186,7 @@ import sys
 from preempt_engine import LLM, SamplingParams
 hook = "benchmarks.worker_faults:slow_steps:0.01"
 llm = LLM("exact", tensor_parallel_size=2, worker_hooks=(hook,))
-print(*llm._executor.process_ids, flush=True)
+print(*llm.worker_process_ids, flush=True)
 llm.generate([[1]], SamplingParams(temperature=0, max_tokens=10**6, ignore_eos=True), False)
 """
 
@@ -275,3 +271,43 @@ def test_reset_refuses_while_anything_is_left(num_ranks: int) -> None:
         llm.hold_blocks(0)
         llm.reset()
         assert generate(llm) == expected(num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_reset_can_change_what_only_the_scheduler_knows(num_ranks: int) -> None:
+    """A smaller pool and budget, as if the engine had been built with them; and back."""
+    small = {"num_kv_blocks": 10, "max_num_batched_tokens": 7, "seed": 3}
+    with make_llm(tensor_parallel_size=num_ranks, **small) as llm:
+        wanted = generate(llm), llm.counters, llm.num_kv_blocks, llm.max_total_tokens
+    with make_llm(tensor_parallel_size=num_ranks, num_kv_blocks=40) as llm:
+        assert generate(llm) == wanted[0]
+        assert llm.counters.num_preemptions == 0
+        llm.reset(**small)
+        assert (generate(llm), llm.counters, llm.num_kv_blocks, llm.max_total_tokens) == wanted
+        llm.reset(num_kv_blocks=40)
+        generate(llm)
+        assert llm.counters.num_preemptions == 0
+        llm.reset()
+        with pytest.raises(ConfigError, match="built for 40"):
+            llm.reset(num_kv_blocks=41)
+        with pytest.raises(ConfigError, match="cannot change block_size"):
+            llm.reset(block_size=8)
+
+
+def test_several_steps_may_be_under_way() -> None:
+    """Answers come in the order of the steps, whenever they are asked for."""
+    config = EngineConfig(model="exact", tensor_parallel_size=2, block_size=4)
+    steps = [
+        SchedulerOutput(
+            step_id,
+            scheduled=[ScheduledSequence(SequenceKey(f"{step_id}"), 0, 1, 0, True, [7], [step_id])],
+        )
+        for step_id in range(5)
+    ]
+    executor = MultiprocExecutor(config)
+    try:
+        handles = [executor.execute(step) for step in steps]
+        tokens = [handle.result().argmax([0]) for handle in handles]
+    finally:
+        executor.close()
+    assert tokens == [reference_generate([7], 1, 64, num_ranks=2)] * 5

@@ -11,7 +11,6 @@ from tiny_models import family_configs, random_tokens, save_checkpoint
 
 from preempt_engine import LLM, SamplingParams
 from preempt_engine.errors import ConfigError, WorkerDiedError, WorkerTimeoutError
-from preempt_engine.executor.multiproc import MultiprocExecutor
 from preempt_engine.observer import EngineObserver
 from preempt_engine.step import SequenceKey
 
@@ -102,12 +101,11 @@ def test_the_rank_at_fault_is_named_not_the_one_that_waits_for_it(
         worker_hooks=(f"benchmarks.worker_faults:at_step:{kind} 1 3",),
         **_POOL,
     )
-    executor = llm._executor
-    assert isinstance(executor, MultiprocExecutor)
+    processes = llm.worker_process_ids
     with pytest.raises(error_class) as caught:
         llm.generate(_PROMPTS, _GREEDY, use_tqdm=False)
     assert caught.value.rank == 1
-    assert not any(psutil.pid_exists(pid) for pid in executor.process_ids)
+    assert not any(psutil.pid_exists(pid) for pid in processes)
 
 
 def test_a_model_that_cannot_be_divided_is_refused_before_any_worker_starts(

@@ -32,6 +32,8 @@ from preempt_engine.executor.wire import (
 from preempt_engine.step import ScheduledSequence, SchedulerOutput, SequenceKey, StateCheck
 
 _WORDS = st.integers(0, 2**32 - 1)
+# The word that stands for "none" is no id of a token or a block.
+_IDS = st.integers(0, 2**32 - 2)
 _POSITIONS = st.integers(0, 2**31 - 2)
 
 
@@ -45,9 +47,8 @@ def _items(draw: st.DrawFn, key: SequenceKey, known: bool) -> ScheduledSequence:
         end=end,
         logits_start=draw(st.sampled_from([start, end])),
         reset=not known or draw(st.booleans()),
-        new_token_ids=draw(st.lists(_WORDS, max_size=3)),
-        # The word that stands for "no block" is no block id: pools are smaller.
-        new_block_ids=draw(st.lists(st.integers(0, 2**32 - 2), max_size=3)),
+        new_token_ids=draw(st.lists(_IDS, max_size=3)),
+        new_block_ids=draw(st.lists(_IDS, max_size=3)),
         full_logits=draw(st.booleans()),
     )
 

@@ -90,6 +90,26 @@ def test_nothing_heavy_is_loaded_before_a_fixture_asks(
     assert "loaded: []" in completed.stdout
 
 
+def test_without_torch_the_exact_model_works_and_others_name_the_extra(
+    run_pytest: RunPytest, tmp_path: Path
+) -> None:
+    """What somebody sees who installed the base dependencies alone."""
+    (tmp_path / "lacking.py").write_text(
+        "import sys\n"
+        "for name in ('torch', 'numpy', 'transformers', 'safetensors', 'tqdm'):\n"
+        "    sys.modules[name] = None\n"
+    )
+    (tmp_path / "test_it.py").write_text(
+        f"{A_TEST}\n"
+        "def test_real(preempt):\n"
+        "    preempt.run(preempt.workload(), model='tiny-llama')\n"
+    )
+    completed = run_pytest("-p", "lacking", "-p", "preempt_harness", PYTHONPATH=_with(tmp_path))
+    assert completed.returncode == 1
+    assert "1 failed, 1 passed" in completed.stdout, completed.stdout + completed.stderr
+    assert 'pip install "preempt-harness[engine]"' in completed.stdout
+
+
 CORE_MODULES = (
     "workload",
     "generators",

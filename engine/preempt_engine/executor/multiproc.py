@@ -112,7 +112,7 @@ class MultiprocExecutor:
         self._observer = observer
 
     def reset(self) -> None:
-        """Have every rank forget its sequences; no step may be under way."""
+        """Have every rank forget sequences and KV; no step may be under way."""
         assert not self._sent, f"step {self._sent[0].step_id} is under way"
         self._encoder.reset()
         self._group.broadcast(MessageKind.RESET, b"")

@@ -44,6 +44,11 @@ class Executor(Protocol):
     max_model_len: int
     eos_token_ids: frozenset[int]
 
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the processes that the executor has started, by rank."""
+        ...
+
     def execute(self, step: SchedulerOutput) -> StepHandle:
         """Launch a step; its handle waits for the logits."""
         ...
@@ -51,7 +56,7 @@ class Executor(Protocol):
     def set_observer(self, observer: EngineObserver | None) -> None: ...
 
     def reset(self) -> None:
-        """Have every rank forget its sequences; no step may be under way."""
+        """Have every rank forget sequences and KV; no step may be under way."""
         ...
 
     def close(self) -> None:

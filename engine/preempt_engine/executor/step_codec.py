@@ -1,17 +1,18 @@
 """The message of a step: `SchedulerOutput` as packed 32-bit words (docs/worker-protocol.md).
 
-A sequence is named once, when it is new to the workers; later steps carry a handle. A decoding
-sequence then costs 16 bytes whatever its length, and only new and re-prefilled sequences carry
-their token ids. Encoder and decoder keep the handles; both see every step, in order.
+A sequence is named once, when it is new to the workers; later steps carry a handle. A sequence
+that computes one token, as decoding ones do, then costs 16 bytes whatever its length, and only new
+and re-prefilled sequences carry their token ids. Encoder and decoder keep the handles; both see
+every step, in order.
 
-    header   step  flags  decodes  others  dropped  poison  copies  name bytes
-    decodes  4 words each:  handle  start  token  block
+    header   step  flags  singles  others  dropped  poison  copies  name bytes
+    singles  4 words each:  handle  start  new token  new block
     others   10 words each, then all their token ids, then all their block ids
     dropped  1 word each: handle        poison  1 word each        copies  2 words each
     check    number of sequences, then 1 word per scheduled sequence; only with its flag
     names    UTF-8, one after another
 
-Rows keep their order: each of the others carries its row, decodes fill the rows that are left.
+Rows keep their order: each of the others carries its row, singles fill the rows that are left.
 """
 
 from __future__ import annotations
@@ -23,18 +24,21 @@ from preempt_engine.errors import WireProtocolError
 from preempt_engine.step import ScheduledSequence, SchedulerOutput, SequenceKey, StateCheck
 
 _NUM_COUNTS = 8
-_DECODE_WORDS = 4
+_SINGLE_WORDS = 4
 _OTHER_WORDS = 10
 
 # Flags of the step.
 _REPORT = 1
 _CHECKED = 2
-# Flags of a sequence that is not one of the decodes.
+# Flags of the others.
 _RESET = 1
 _FULL_LOGITS = 2
-# A decode has no word for flags: whole rows are asked for by the top bit of its handle.
-_DECODE_FULL_LOGITS = 1 << 31
-_NO_BLOCK = (1 << 32) - 1
+# A single has no word for flags; they are the top bits of its handle.
+_SINGLE_FULL_LOGITS = 1 << 31
+_SINGLE_NO_LOGITS = 1 << 30
+_HANDLE = _SINGLE_NO_LOGITS - 1
+# In place of a token or block that is not there: neither has so large an id.
+_NONE = (1 << 32) - 1
 
 
 class StepEncoder:
@@ -56,14 +60,14 @@ class StepEncoder:
             report: ask the workers for what their runners tell an observer.
         """
         dropped = [self._handles.pop(key) for key in step.dropped]
-        decodes: list[int] = []
+        singles: list[int] = []
         others: list[int] = []
         token_ids: list[int] = []
         block_ids: list[int] = []
         names: list[bytes] = []
         for row, item in enumerate(step.scheduled):
-            if _is_decode(item):
-                self._add_decode(decodes, item)
+            if _is_single(item):
+                self._add_single(singles, item)
                 continue
             others += (row, *self._describe(item, names))
             token_ids += item.new_token_ids
@@ -72,13 +76,13 @@ class StepEncoder:
         words = [
             step.step_id,
             report * _REPORT | (check is not None) * _CHECKED,
-            len(decodes) // _DECODE_WORDS,
+            len(singles) // _SINGLE_WORDS,
             len(others) // _OTHER_WORDS,
             len(dropped),
             len(step.poison_block_ids),
             len(step.block_copies),
             sum(map(len, names)),
-            *decodes,
+            *singles,
             *others,
             *token_ids,
             *block_ids,
@@ -91,15 +95,18 @@ class StepEncoder:
             words += (check.num_sequences, *check.checksums)
         return struct.pack(f"<{len(words)}I", *words) + b"".join(names)
 
-    def _add_decode(self, decodes: list[int], item: ScheduledSequence) -> None:
+    def _add_single(self, singles: list[int], item: ScheduledSequence) -> None:
         handle = self._handles[item.key]
         if item.full_logits:
-            handle |= _DECODE_FULL_LOGITS
-        block = item.new_block_ids[0] if item.new_block_ids else _NO_BLOCK
-        decodes += (handle, item.start, item.new_token_ids[0], block)
+            handle |= _SINGLE_FULL_LOGITS
+        if not item.num_logits:
+            handle |= _SINGLE_NO_LOGITS
+        token = item.new_token_ids[0] if item.new_token_ids else _NONE
+        block = item.new_block_ids[0] if item.new_block_ids else _NONE
+        singles += (handle, item.start, token, block)
 
     def _describe(self, item: ScheduledSequence, names: list[bytes]) -> tuple[int, ...]:
-        """All words but the first of a sequence that is no decode; its name goes to `names`."""
+        """All words but the first of one of the others; its name goes to `names`."""
         name = b""
         if item.reset:
             name = item.key.request_id.encode()
@@ -107,7 +114,7 @@ class StepEncoder:
             if item.key not in self._handles:
                 self._handles[item.key] = self._next_handle
                 self._next_handle += 1
-                assert self._next_handle < _DECODE_FULL_LOGITS
+                assert self._next_handle <= _HANDLE
         return (
             self._handles[item.key],
             item.start,
@@ -121,12 +128,12 @@ class StepEncoder:
         )
 
 
-def _is_decode(item: ScheduledSequence) -> bool:
+def _is_single(item: ScheduledSequence) -> bool:
     return (
         not item.reset
         and item.end == item.start + 1
-        and item.logits_start == item.start
-        and len(item.new_token_ids) == 1
+        and item.start <= item.logits_start <= item.end
+        and len(item.new_token_ids) <= 1
         and len(item.new_block_ids) <= 1
     )
 
@@ -148,11 +155,11 @@ class StepDecoder:
             WireProtocolError: the body is no step, or names a sequence that was never sent.
         """
         reader = _Reader(body)
-        step_id, flags, num_decodes, num_others, num_dropped, num_poison, num_copies, num_name = (
+        step_id, flags, num_singles, num_others, num_dropped, num_poison, num_copies, num_name = (
             reader.words(_NUM_COUNTS)
         )
         reader.take_names(num_name)
-        decodes = reader.words(num_decodes * _DECODE_WORDS)
+        singles = reader.words(num_singles * _SINGLE_WORDS)
         others = reader.words(num_others * _OTHER_WORDS)
         num_token_ids, num_block_ids = sum(others[6::_OTHER_WORDS]), sum(others[7::_OTHER_WORDS])
         token_ids, block_ids = reader.words(num_token_ids), reader.words(num_block_ids)
@@ -163,11 +170,11 @@ class StepDecoder:
             dropped=dropped,
             poison_block_ids=list(reader.words(num_poison)),
             block_copies=_pairs(reader.words(2 * num_copies)),
-            scheduled=self._in_rows(scheduled, decodes, num_decodes + num_others),
+            scheduled=self._in_rows(scheduled, singles, num_singles + num_others),
         )
         if flags & _CHECKED:
             (num_sequences,) = reader.words(1)
-            checksums = list(reader.words(num_decodes + num_others))
+            checksums = list(reader.words(num_singles + num_others))
             step.state_check = StateCheck(num_sequences, checksums)
         reader.expect_end()
         return step, bool(flags & _REPORT)
@@ -179,7 +186,7 @@ class StepDecoder:
         block_ids: list[int],
         reader: _Reader,
     ) -> dict[int, ScheduledSequence]:
-        """Row -> sequence that is no decode."""
+        """Row -> one of the others."""
         scheduled: dict[int, ScheduledSequence] = {}
         first_token = first_block = 0
         for index in range(0, len(words), _OTHER_WORDS):
@@ -203,7 +210,7 @@ class StepDecoder:
         return scheduled
 
     def _in_rows(
-        self, others: dict[int, ScheduledSequence], decodes: Sequence[int], num_rows: int
+        self, others: dict[int, ScheduledSequence], singles: Sequence[int], num_rows: int
     ) -> list[ScheduledSequence]:
         scheduled: list[ScheduledSequence] = []
         index = 0
@@ -211,20 +218,20 @@ class StepDecoder:
             if row in others:
                 scheduled.append(others[row])
                 continue
-            if index == len(decodes):
+            if index == len(singles):
                 raise _unreadable("its rows do not add up")
-            handle, start, token_id, block_id = decodes[index : index + _DECODE_WORDS]
-            index += _DECODE_WORDS
+            flagged, start, token_id, block_id = singles[index : index + _SINGLE_WORDS]
+            index += _SINGLE_WORDS
             scheduled.append(
                 ScheduledSequence(
-                    key=self._key(handle & ~_DECODE_FULL_LOGITS),
+                    key=self._key(flagged & _HANDLE),
                     start=start,
                     end=start + 1,
-                    logits_start=start,
+                    logits_start=start + bool(flagged & _SINGLE_NO_LOGITS),
                     reset=False,
-                    new_token_ids=[token_id],
-                    new_block_ids=[] if block_id == _NO_BLOCK else [block_id],
-                    full_logits=bool(handle & _DECODE_FULL_LOGITS),
+                    new_token_ids=[] if token_id == _NONE else [token_id],
+                    new_block_ids=[] if block_id == _NONE else [block_id],
+                    full_logits=bool(flagged & _SINGLE_FULL_LOGITS),
                 )
             )
         return scheduled

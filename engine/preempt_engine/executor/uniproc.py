@@ -34,6 +34,11 @@ class UniprocExecutor:
         self.eos_token_ids = runner.eos_token_ids
         self._observer: EngineObserver | None = None
 
+    @property
+    def process_ids(self) -> list[int]:
+        """None: the rank is this process."""
+        return []
+
     def execute(self, step: SchedulerOutput) -> FinishedStep:
         """Run the step."""
         if self._observer is not None:

@@ -68,10 +68,9 @@ class ExactRunner:
         return ExactLogits(digests, self.vocab_size)
 
     def reset(self) -> None:
-        """Forget every sequence; slots stay as they are, as they would on a device."""
-        for key in self.state.sequences:
-            self._cache.drop(key)
+        """Forget every sequence and slot: nothing of a trial reaches the next."""
         self.state.sequences.clear()
+        self._cache.clear()
 
     def close(self) -> None:
         """Release the cache."""

@@ -124,6 +124,10 @@ class KVCache:
         sources = self._pool.index_select(2, self._index([source for source, _ in pairs]))
         self._pool.index_copy_(2, self._index([target for _, target in pairs]), sources)
 
+    def clear(self) -> None:
+        """Zeros again, as in a new cache."""
+        self._pool.zero_()
+
     def _index(self, block_ids: Sequence[int]) -> Tensor:
         return torch.tensor(block_ids, dtype=torch.int64, device=self._pool.device)
 

@@ -123,9 +123,12 @@ class ModelRunner:
         logits = self._model.compute_logits(hidden)  # [R', vocab]
         return TorchLogits(logits[: inputs.num_logits])
 
+    @torch.inference_mode()
     def reset(self) -> None:
-        """Forget all sequences; what lies in the blocks stays."""
+        """Forget every sequence and block: nothing of a trial reaches the next."""
         self.state = WorkerState(self.config.block_size)
+        if self._kv_cache is not None:
+            self._kv_cache.clear()
 
     def close(self) -> None:
         """Release weights and KV memory, and leave the ranks. Further calls do nothing."""
