@@ -40,6 +40,7 @@ POOL_LIMIT = (
 )
 WATERMARK = "watermark"
 MAX_MODEL_LEN = "max_model_len"
+STATE_CHECK = "state_check"  # option debug_worker_state: workers compare with the scheduler
 POISON = "poison"
 TENSOR_PARALLEL = "tensor_parallel"
 PRIORITY = "priority"
@@ -66,6 +67,7 @@ CAPABILITIES = frozenset(
         POOL_LIMIT,
         WATERMARK,
         MAX_MODEL_LEN,
+        STATE_CHECK,
         TENSOR_PARALLEL,
         PRIORITY,
     }

@@ -155,6 +155,8 @@ def random_settings(source: random.Random, adapter: EngineAdapter, model: str) -
         options["block_reuse_order"] = source.choice(("fifo", "lifo", "random"))
     if protocol.POISON in able:
         options["poison"] = source.random() < 0.5
+    if protocol.STATE_CHECK in able:
+        options["debug_worker_state"] = source.random() < 0.5
     return EngineSettings(
         model=model,
         num_blocks=1,
