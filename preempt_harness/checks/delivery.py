@@ -237,7 +237,7 @@ def _judge_length(
 ) -> None:
     length = len(output.token_ids)
     most = header.max_total_tokens
-    if most is not None and spec.num_prompt_tokens + length > most:
+    if most is not None and length and spec.num_prompt_tokens + length > most:
         listing.report(
             Code.DEL_MAX_TOKENS,
             None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -150,7 +151,7 @@ def _with_giant(
 def random_settings(source: random.Random, adapter: EngineAdapter, model: str) -> EngineSettings:
     """Settings of which the engine can do everything; the block count is left at 1."""
     able = adapter.capabilities
-    options = {}
+    options: dict[str, Any] = {}
     if protocol.BLOCK_REUSE_ORDER in able:
         options["block_reuse_order"] = source.choice(("fifo", "lifo", "random"))
     if protocol.POISON in able:

@@ -194,7 +194,7 @@ def _fewer_forced(trial: Trial, adapter: EngineAdapter) -> Proposals:
     for index, action in enumerate(actions):
         count = getattr(action, "max_count", 0)
         for fewer in _shorter(count):
-            changed: Action = msgspec.structs.replace(action, max_count=fewer)  # type: ignore[arg-type]
+            changed: Action = msgspec.structs.replace(action, max_count=fewer)
             yield _with(trial, plan=_encode([*actions[:index], changed, *actions[index + 1 :]]))
 
 

@@ -21,7 +21,7 @@ def watched(adapter: EngineAdapter, cpu_s: float) -> Callable[[EngineSettings], 
     """An opener of sessions whose polls may each take so many processor seconds."""
 
     def open_session(settings: EngineSettings) -> Session:
-        return _WatchedSession(adapter.open(settings), cpu_s)  # type: ignore[return-value]
+        return _WatchedSession(adapter.open(settings), cpu_s)
 
     return open_session
 
