@@ -18,6 +18,7 @@ from preempt_harness.record import (
     Preempted,
     Resumed,
     Scheduled,
+    TokensChosen,
     TokensDelivered,
 )
 
@@ -49,12 +50,16 @@ class RequestView:
 
 
 class RequestViews:
-    """Follows all requests of a trial, by their first branch. Views stand in order of arrival."""
+    """Follows all requests of a trial, by their first branch. Views stand in order of arrival.
+
+    A beam search is followed by its last step: beams come and go, and all are of one length.
+    """
 
     def __init__(self) -> None:
         self._views: dict[str, RequestView] = {}
         self._prefill_ends: dict[str, int] = {}
         self._schedule_is_shown = False
+        self._last_choice: dict[str, int] = {}
 
     @property
     def views(self) -> Mapping[str, RequestView]:
@@ -69,6 +74,8 @@ class RequestViews:
                     self._view(event.request).num_prompt_tokens = len(event.prompt_token_ids)
                 case Scheduled():
                     self._scheduled(event)
+                case TokensChosen():
+                    self._chosen(event)
                 case TokensDelivered():
                     self._delivered(event)
                 case Preempted():
@@ -87,7 +94,7 @@ class RequestViews:
 
     def _scheduled(self, event: Scheduled) -> None:
         request, _, branch = event.seq.rpartition(".")
-        if branch != "0":
+        if branch != "0" and request not in self._last_choice:
             return
         self._schedule_is_shown = True
         view = self._view(request)
@@ -98,9 +105,15 @@ class RequestViews:
             view.num_chunks += 1
         view.num_computed_tokens = event.end
 
+    def _chosen(self, event: TokensChosen) -> None:
+        request = event.seq.rpartition(".")[0]
+        if self._last_choice.get(request) != event.step:
+            self._last_choice[request] = event.step
+            self._view(request).num_output_tokens += len(event.token_ids)
+
     def _delivered(self, event: TokensDelivered) -> None:
         request, _, branch = event.seq.rpartition(".")
-        if branch != "0":
+        if branch != "0" or request in self._last_choice:
             return
         view = self._view(request)
         view.num_output_tokens += len(event.token_ids)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
-
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, Session
-from preempt_harness.budget import KVBudget
+from preempt_harness.baseline import roomy_settings
 from preempt_harness.checks.tokens import TokenVerdict, compare_tokens
 from preempt_harness.record import TrialRecord
 from preempt_harness.trial import Trial
@@ -42,8 +40,7 @@ def gather_scores(
     requests = [request for request in trial.workload.requests if request.id in differing]
     if not requests:
         return
-    room = KVBudget.roomy(trial.workload, adapter.admission_model(trial.settings))
-    settings = msgspec.structs.replace(trial.settings, num_blocks=room.num_blocks)
+    settings = roomy_settings(trial.settings, trial.workload, adapter)
     session = (open_session or adapter.open)(settings)
     try:
         for request in requests:

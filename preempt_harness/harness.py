@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, Session
-from preempt_harness.baseline import BaselineStore, output_lengths
+from preempt_harness.baseline import BaselineStore, output_lengths, roomy_settings
 from preempt_harness.budget import KVBudget
 from preempt_harness.errors import HarnessError
 from preempt_harness.evidence import gather_scores
@@ -255,6 +255,14 @@ class PreemptHarness:
         lengths: Mapping[str, int],
     ) -> Trial:
         solved = budget
+        if solved == "roomy":
+            return Trial(
+                engine=self.adapter.name,
+                settings=roomy_settings(settings, workload, self.adapter),
+                workload=workload,
+                plan=plan.encode(),
+                budget={"proof": {"kind": "roomy"}},
+            )
         if not isinstance(solved, KVBudget):
             admission = self.adapter.admission_model(settings)
             solved = KVBudget.solve(workload, admission, solved, output_lengths=lengths)

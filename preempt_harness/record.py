@@ -81,6 +81,13 @@ class Forked(Event, frozen=True):
     child: str
 
 
+class TokensChosen(Event, frozen=True):
+    """A beam goes on with these tokens; the user gets none before its search has ended."""
+
+    seq: str
+    token_ids: list[int]
+
+
 class SwappedOut(Event, frozen=True):
     """Device blocks were ordered out to host blocks: pairs (device, host)."""
 
@@ -142,7 +149,10 @@ class PoolCounts(Event, frozen=True):
 
 
 class PoolState(Event, frozen=True):
-    """Raw content of the pool and the queues; an outside accountant recomputes everything."""
+    """Raw content of the pool and the queues; an outside accountant recomputes everything.
+
+    `host_blocks` is request -> host blocks with its content, for requests that are swapped out.
+    """
 
     num_blocks: int
     free: list[int]
@@ -153,6 +163,10 @@ class PoolState(Event, frozen=True):
     tables: dict[str, list[int]]
     waiting: list[str]
     running: list[str]
+    num_host_blocks: int = 0
+    host_free: list[int] = []
+    host_fenced: list[int] = []
+    host_blocks: dict[str, list[int]] = {}
 
 
 class Counters(Event, frozen=True):
@@ -229,7 +243,11 @@ class BlocksPoisoned(Event, frozen=True):
 
 
 class TokensDelivered(Event, frozen=True):
-    """Tokens reached the user. `logprobs` has one entry per token, if any were asked for."""
+    """Tokens reached the user. `logprobs` has one entry per token, if any were asked for.
+
+    The branch in `seq` is the index of the output. The results of a beam search come whole, at its
+    end.
+    """
 
     seq: str
     token_ids: list[int]
@@ -266,6 +284,7 @@ AnyEvent = (
     | BlocksFreed
     | BlocksCopied
     | Forked
+    | TokensChosen
     | SwappedOut
     | SwappedIn
     | Preempted
@@ -312,6 +331,9 @@ COUNTER_NAMES = (
     "num_generated_tokens",
     "num_finished_requests",
     "num_steps",
+    "num_copied_blocks",
+    "num_swapped_out_blocks",
+    "num_swapped_in_blocks",
 )
 
 

@@ -7,9 +7,19 @@ from typing import Any
 import msgspec
 
 
+class BeamSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A beam search, named as in transformers; `SamplingSpec` says what ends a beam."""
+
+    num_beams: int
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+
+
 class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters every engine understands; names as in vLLM."""
 
+    n: int = 1
+    beam: BeamSpec | None = None
     max_tokens: int = 16
     temperature: float = 0.0
     top_p: float = 1.0
@@ -21,6 +31,11 @@ class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that a request of these parameters runs at once."""
+        return self.beam.num_beams if self.beam is not None else self.n
 
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from preempt_engine.config import EngineConfig
     from preempt_engine.llm import LLM
     from preempt_engine.outputs import CompletionOutput, RequestOutput, TokenScore
-    from preempt_engine.sampling.params import SamplingParams
+    from preempt_engine.sampling.params import BeamSearchParams, SamplingParams
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
     "RequestOutput",
@@ -30,6 +31,7 @@ _HOMES = {
     "CompletionOutput": "preempt_engine.outputs",
     "RequestOutput": "preempt_engine.outputs",
     "TokenScore": "preempt_engine.outputs",
+    "BeamSearchParams": "preempt_engine.sampling.params",
     "SamplingParams": "preempt_engine.sampling.params",
 }
 

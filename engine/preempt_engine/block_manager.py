@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 
 from preempt_engine.config import BlockReuseOrder
 from preempt_engine.free_blocks import make_free_blocks
@@ -27,6 +28,19 @@ _ROOT_DIGEST = bytes(16)
 def block_digest(parent: bytes, token_ids: list[int]) -> bytes:
     """128-bit digest of a full block: its tokens and, through `parent`, all tokens before it."""
     return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+
+
+def num_private_copies(written: Iterable[int], references: Mapping[int, int] | Seq[int]) -> int:
+    """Copies with which each writer has its block to itself.
+
+    The last of all who refer to a block may keep it.
+
+    Args:
+        written: block of each writer.
+        references: block -> how many refer to it.
+    """
+    writers = Counter(written)
+    return sum(min(count, references[block_id] - 1) for block_id, count in writers.items())
 
 
 class BlockManager:
@@ -88,16 +102,29 @@ class BlockManager:
             hits.append(block_id)
         return hits
 
-    def can_admit(self, hits: list[int], num_tokens: int, num_spare_blocks: int) -> bool:
-        """Whether a sequence fits that shares `hits`, with `num_spare_blocks` left over."""
-        revived = sum(1 for block_id in hits if block_id in self.cached_blocks)
-        needed = self.blocks_for(num_tokens) - len(hits)
-        return needed + revived + num_spare_blocks <= self.num_available_blocks
+    def num_to_write(self, work: Iterable[tuple[Sequence, int]]) -> int:
+        """Blocks to hand out so that sequences can write up to a position each.
 
-    def can_grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether the sequence's table can be extended to hold so many tokens."""
-        needed = self.blocks_for(num_tokens) - len(sequence.block_table)
-        return needed <= self.num_available_blocks
+        Counts blocks that extend tables, and copies of shared blocks (copy-on-write).
+
+        Args:
+            work: (sequence, one past its last position to write).
+        """
+        size = self.block_size
+        ref_counts = self.ref_counts
+        num_blocks = 0
+        shared: list[int] = []
+        for sequence, end in work:
+            table = sequence.block_table
+            growth = -(-end // size) - len(table)
+            if growth > 0:
+                num_blocks += growth
+            index = sequence.num_computed_tokens // size
+            if index < len(table) and ref_counts[table[index]] > 1 and not sequence.followers:
+                shared.append(table[index])
+        if shared:
+            num_blocks += num_private_copies(shared, ref_counts)
+        return num_blocks
 
     # Changing -----------------------------------------------------------------------------------
 
@@ -112,6 +139,57 @@ class BlockManager:
             self.ref_counts[block_id] += 1
         sequence.block_table.extend(hits)
         sequence.num_findable_blocks = len(hits)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child shares all blocks of its parent; the last is copied when one writes to it."""
+        assert not child.block_table
+        assert len(parent.block_table) == self.blocks_for(parent.num_computed_tokens)
+        for block_id in parent.block_table:
+            self.ref_counts[block_id] += 1
+        child.block_table = list(parent.block_table)
+
+    def copy_on_write(self, sequence: Sequence) -> tuple[int, int] | None:
+        """Exchange the block of the sequence's next position for one of its own, if it is shared.
+
+        Only that block can be: those before it are full, those after it were never shared. Blocks
+        that the sequence shares with followers are its own to write.
+
+        Returns:
+            (shared block, new block): the step must copy the content. None if nobody shares it.
+        """
+        table = sequence.block_table
+        index = sequence.num_computed_tokens // self.block_size
+        if index == len(table) or self.ref_counts[table[index]] == 1 or sequence.followers:
+            return None
+        source, target = table[index], self._take()
+        self.ref_counts[source] -= 1
+        self.ref_counts[target] = 1
+        self.num_used_blocks += 1
+        table[index] = target
+        sequence.send_blocks_again(index)
+        return source, target
+
+    def rebuild(self, sequence: Sequence, device_of: dict[int, int]) -> int:
+        """Give a swapped sequence a table that names blocks as its `swapped_table` did.
+
+        Args:
+            device_of: name in a swapped table -> block; filled in for names not met before, so
+                that sequences share what they shared.
+
+        Returns:
+            How many names had been met before.
+        """
+        num_shared = 0
+        for name in sequence.swapped_table:
+            if name in device_of:
+                self.ref_counts[device_of[name]] += 1
+                num_shared += 1
+            else:
+                block_id = device_of[name] = self._take()
+                self.ref_counts[block_id] = 1
+                self.num_used_blocks += 1
+            sequence.block_table.append(device_of[name])
+        return num_shared
 
     def grow(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """Extend the table to hold `num_tokens`; returns the new blocks."""

@@ -14,9 +14,12 @@ from preempt_engine.errors import ConfigError
 
 BlockReuseOrder = Literal["fifo", "lifo", "random"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+PreemptionMode = Literal["recompute", "swap"]
 
 EXACT_MODEL = "exact"
 DEFAULT_CPU_KV_BYTES = 256 * 2**20
+DEFAULT_SWAP_SPACE_BYTES = 4 * 2**30  # vLLM's default of `swap_space`
+DEFAULT_CPU_SWAP_SPACE_BYTES = DEFAULT_CPU_KV_BYTES
 DEFAULT_EXACT_BLOCKS = 4096
 
 
@@ -31,13 +34,19 @@ class EngineConfig:
         device: "auto" (CUDA if present), "cpu", "cuda", "cuda:N".
         max_model_len: most tokens, prompt and output together, of one sequence; None takes the
             model's own limit.
-        max_num_seqs: most requests that run at once.
+        max_num_seqs: most sequences that run at once. A request counts with all its branches (n,
+            or the beam width) from its admission on, less those that have ended.
         max_num_batched_tokens: token budget of one step.
         block_size: tokens per KV block, at least 1.
         num_kv_blocks: size of the pool in blocks; None derives it from the memory settings.
         kv_cache_memory_bytes: memory for the pool; the default on a CPU is 256 MiB.
         gpu_memory_utilization: share of the GPU's memory that the engine may fill, in (0, 1].
         watermark: share of the pool that admission leaves free, in [0, 1).
+        preemption_mode: "recompute" drops the victim's blocks and computes them again; "swap"
+            copies them to host memory and back. Without room there, it recomputes.
+        swap_space_blocks: host memory for swapping, in blocks; 0 is allowed.
+        swap_space_bytes: the same in bytes, for each rank. With neither, preemption_mode="swap"
+            takes 4 GiB (256 MiB on a CPU), and "recompute" none.
         enable_prefix_caching: keep full blocks findable by content.
         enforce_eager: never capture CUDA graphs.
         tensor_parallel_size: number of ranks.
@@ -67,6 +76,9 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     watermark: float = 0.0
+    preemption_mode: PreemptionMode = "recompute"
+    swap_space_blocks: int | None = None
+    swap_space_bytes: int | None = None
     enable_prefix_caching: bool = True
     enforce_eager: bool = True
     tensor_parallel_size: int = 1
@@ -92,6 +104,8 @@ class EngineConfig:
                 "It is the share of the pool that admission leaves free; 0.01 is usual.",
             )
         _check_choice("dtype", self.dtype, get_args(Dtype))
+        _check_choice("preemption_mode", self.preemption_mode, get_args(PreemptionMode))
+        _check_swap_space(self.swap_space_blocks, self.swap_space_bytes)
         _check_choice("block_reuse_order", self.block_reuse_order, get_args(BlockReuseOrder))
         if not 32 <= self.exact_vocab_size <= 256:
             raise ConfigError(
@@ -113,6 +127,19 @@ class EngineConfig:
     def is_exact(self) -> bool:
         """True when the model is the exact KV model rather than a checkpoint."""
         return self.model == EXACT_MODEL
+
+    def num_host_blocks(self, block_bytes: int, default_bytes: int) -> int:
+        """Size of the swap space in blocks.
+
+        Args:
+            block_bytes: size of one block.
+            default_bytes: what `preemption_mode="swap"` takes when no size is given.
+        """
+        if self.swap_space_blocks is not None:
+            return self.swap_space_blocks
+        if self.swap_space_bytes is not None:
+            return self.swap_space_bytes // block_bytes
+        return default_bytes // block_bytes if self.preemption_mode == "swap" else 0
 
     @classmethod
     def from_kwargs(cls, model: str, kwargs: dict[str, Any]) -> EngineConfig:
@@ -153,6 +180,19 @@ def _check_range(name: str, value: float, low: float, high: float) -> None:
     if not low < value <= high:
         raise ConfigError(
             f"{name}={value} is not in ({low}, {high}].", "Give a share, such as 0.9."
+        )
+
+
+def _check_swap_space(blocks: int | None, num_bytes: int | None) -> None:
+    for name, value in (("swap_space_blocks", blocks), ("swap_space_bytes", num_bytes)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ConfigError(f"{name}={value!r} is not a size.", "Give an integer, 0 or more.")
+    if blocks is not None and num_bytes is not None:
+        raise ConfigError(
+            "swap_space_blocks and swap_space_bytes are both given; each sizes the swap space.",
+            "Give one of them.",
         )
 
 

@@ -90,13 +90,17 @@ class ExactCache:
         num_blocks: size of the pool.
         block_size: tokens per block.
         salt: makes the chains of two caches differ (ranks, models).
+        num_host_blocks: size of the host pool, the other side of `swap_out` and `swap_in`.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, salt: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, salt: int = 0, num_host_blocks: int = 0
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.salt = salt
         self.slots = [_EMPTY] * (num_blocks * block_size)
+        self.host_blocks = [[_EMPTY] * block_size for _ in range(num_host_blocks)]
         self._readers: dict[Hashable, _Reader] = {}
         self._readers_of_block: dict[int, set[Hashable]] = {}
 
@@ -182,6 +186,18 @@ class ExactCache:
         for destination, values in contents:
             self._set_block(destination, values)
 
+    def swap_out(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy whole blocks to the host, (device block, host block)."""
+        for source, destination in pairs:
+            self._check_host_block(destination)
+            self.host_blocks[destination] = self._block(source)
+
+    def swap_in(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy whole blocks from the host, (host block, device block)."""
+        for source, destination in pairs:
+            self._check_host_block(source)
+            self._set_block(destination, self.host_blocks[source])
+
     def _block(self, block_id: int) -> list[int]:
         self._check_block(block_id)
         return self.slots[block_id * self.block_size : (block_id + 1) * self.block_size]
@@ -199,6 +215,12 @@ class ExactCache:
     def _check_block(self, block_id: int) -> None:
         if not 0 <= block_id < self.num_blocks:
             raise IndexError(f"block {block_id} is not in the pool of {self.num_blocks} blocks")
+
+    def _check_host_block(self, block_id: int) -> None:
+        if not 0 <= block_id < len(self.host_blocks):
+            raise IndexError(
+                f"host block {block_id} is not in the pool of {len(self.host_blocks)} host blocks"
+            )
 
     def _invalidate(self, readers: Collection[Hashable], except_for: Hashable | None) -> None:
         for reader in readers:

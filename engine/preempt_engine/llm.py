@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
-from preempt_engine.config import EngineConfig
+from preempt_engine.beam_search import BeamSearch
+from preempt_engine.config import EngineConfig, PreemptionMode
 from preempt_engine.errors import (
     ConfigError,
     EngineBusyError,
@@ -28,19 +30,24 @@ from preempt_engine.observer import EngineObserver
 from preempt_engine.output_builder import OutputBuilder
 from preempt_engine.outputs import RequestOutput, TokenScore
 from preempt_engine.reset import changed_config
-from preempt_engine.sampling.logprobs import score_rows
+from preempt_engine.sampling.logprobs import read_row, score_rows
 from preempt_engine.sampling.noise import derive_seed
-from preempt_engine.sampling.params import SamplingParams
+from preempt_engine.sampling.params import BeamSearchParams, SamplingParams
 from preempt_engine.sampling.sampler import SampledToken, SampleRequest, sample
 from preempt_engine.scheduler import Counters, Scheduler
-from preempt_engine.sequence import Request
-from preempt_engine.step import LogitsBatch, SchedulerOutput, StepHandle
+from preempt_engine.sequence import Request, Sequence
+from preempt_engine.step import LogitsBatch, SchedulerOutput, SequenceKey, StepHandle
 from preempt_engine.tokenizer import ExactTokenizer, HFTokenizer, Tokenizer
 from preempt_engine.victims import PreemptionController
 from preempt_engine.worker.build import build_runner
 from preempt_engine.worker.hooks import run_worker_hooks
 
-Prompt = str | Sequence[int]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Prompt = str | Seq[int]
+Params = SamplingParams | BeamSearchParams
 
 
 class LLM:
@@ -70,7 +77,8 @@ class LLM:
         config = EngineConfig.from_kwargs(os.fspath(model), options)
         self._executor, self.config, self.tokenizer = _build(config)
         self._built_config = self.config
-        self._builders: dict[str, OutputBuilder] = {}
+        self._builders: dict[str, list[OutputBuilder]] = {}
+        self._searches: dict[str, BeamSearch] = {}
         self._scorings: dict[str, _Scoring] = {}
         self._ended_early: list[RequestOutput] = []
         self._closed = False
@@ -80,15 +88,16 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: Params | Seq[Params] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Generate for every prompt; outputs stand in the order of the prompts.
 
         Args:
             prompts: texts or lists of token ids, or a single one of either.
-            sampling_params: one for all, or one per prompt; None samples with the defaults.
+            sampling_params: one for all, or one per prompt; None samples with the defaults, and
+                `BeamSearchParams` search beams.
             use_tqdm: show a progress bar.
 
         Returns:
@@ -120,7 +129,21 @@ class LLM:
                         advance()
         return [outputs[request_id] for request_id in request_ids]
 
-    def score(self, prompt: Prompt, continuation: Sequence[int]) -> list[TokenScore]:
+    def beam_search(
+        self, prompts: Prompt | Seq[Prompt], params: BeamSearchParams, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Search beams for every prompt.
+
+        Returns:
+            One output per prompt; its `outputs` are `params.beam_width` results, best first, each
+            with its `score` and the log probability of every token.
+
+        Raises:
+            ConfigError: as `generate`.
+        """
+        return self.generate(prompts, params, use_tqdm)
+
+    def score(self, prompt: Prompt, continuation: Seq[int]) -> list[TokenScore]:
         """Teacher-forced log probabilities of every token of a continuation.
 
         Args:
@@ -161,14 +184,15 @@ class LLM:
     def add_request(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         request_id: str | None = None,
     ) -> str:
         """Queue a request and return its id.
 
         A request that can never run is not refused here: its output, with the error, comes from
-        the next `step`.
+        the next `step`. One whose branches cannot all grow to `max_tokens` with the whole pool to
+        themselves ends with `finish_reason="length"` when they are as long as they can all be.
 
         Raises:
             ConfigError: the id is in use, or the prompt is text and there is no tokenizer.
@@ -177,23 +201,32 @@ class LLM:
         params = sampling_params or SamplingParams()
         request_id = self._unused_request_id(request_id)
         text, token_ids = self._tokenize(prompt)
-        error = self._why_infeasible(token_ids) or self._why_outside_vocabulary(token_ids)
-        builder = OutputBuilder.create(
+        max_total_tokens = self._max_total_tokens(len(token_ids), params.num_sequences)
+        builders = OutputBuilder.create_branches(
             request_id=request_id,
             prompt=text,
             prompt_token_ids=token_ids,
-            params=params,
+            params=params if isinstance(params, SamplingParams) else params.for_output,
             eos_token_ids=self._executor.eos_token_ids,
-            max_output_tokens=min(params.max_tokens, self.max_total_tokens - len(token_ids)),
+            max_output_tokens=min(params.max_tokens, max_total_tokens - len(token_ids)),
             tokenizer=self.tokenizer,
+        )
+        stop_ids, max_output_tokens = builders[0].stop_ids, builders[0].max_output_tokens
+        error = (
+            self._why_infeasible(token_ids)
+            or self._why_outside_vocabulary(token_ids)
+            or self._why_too_many_sequences(params, stop_ids)
         )
         request = self._new_request(request_id, token_ids, params)
         if error is not None:
             self.scheduler.refuse(request)
-            builder.fail(error)
-            self._ended_early.append(builder.output)
+            for builder in builders:
+                builder.fail(error)
+            self._ended_early.append(builders[0].output)
             return request_id
-        self._builders[request_id] = builder
+        self._builders[request_id] = builders
+        if isinstance(params, BeamSearchParams):
+            self._searches[request_id] = BeamSearch(params, stop_ids, max_output_tokens)
         self.scheduler.add(request)
         return request_id
 
@@ -218,7 +251,7 @@ class LLM:
         """First phase: decide the next step; None when there is nothing to compute."""
         preemptions_before = self.scheduler.counters.num_preemptions
         step = self.scheduler.schedule()
-        if step.scheduled:
+        if step.has_work:
             return step
         preempted = self.scheduler.counters.num_preemptions > preemptions_before
         if self.scheduler.requests and not preempted and not self.scheduler.blocks.held_blocks:
@@ -244,14 +277,17 @@ class LLM:
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request now; returns its output so far, or None if it is not running."""
-        builder = self._builders.pop(request_id, None)
-        if builder is None:
+        builders = self._builders.pop(request_id, None)
+        if builders is None:
             return None
+        self._searches.pop(request_id, None)
         request = self.scheduler.requests[request_id]
         self.scheduler.abort(request)
-        self._note_counts(builder, request)
-        builder.finish("abort")
-        return builder.output
+        _note_counts(builders[0].output, request)
+        for builder in builders:
+            if not builder.completion.finished():
+                builder.finish("abort")
+        return builders[0].output
 
     def has_unfinished_requests(self) -> bool:
         """True while `step` has something to do or to return."""
@@ -259,9 +295,13 @@ class LLM:
 
     # For a harness ------------------------------------------------------------------------------
 
-    def preempt_request(self, request_id: str) -> None:
-        """Preempt the request before the next step is scheduled, if it runs then."""
-        self.scheduler.force_preemption(request_id)
+    def preempt_request(self, request_id: str, mode: PreemptionMode | None = None) -> None:
+        """Preempt the request before the next step is scheduled, if it runs then.
+
+        Args:
+            mode: "recompute", "swap", or None for the engine's `preemption_mode`.
+        """
+        self.scheduler.force_preemption(request_id, mode)
 
     def hold_blocks(self, num_blocks: int) -> int:
         """Withhold up to so many free blocks from requests; returns how many are held now.
@@ -325,7 +365,11 @@ class LLM:
         self._check_open()
         self._check_idle()
         config = changed_config(
-            self.config, changes, self._built_config, self._executor.num_kv_blocks
+            self.config,
+            changes,
+            self._built_config,
+            num_built_blocks=self._executor.num_kv_blocks,
+            num_built_host_blocks=self._executor.num_host_blocks,
         )
         self._executor.reset()
         self.config = config
@@ -360,13 +404,16 @@ class LLM:
         self, controller: PreemptionController | None, observer: EngineObserver | None
     ) -> None:
         """What is new in a new engine, and in one that was reset."""
-        num_blocks = self.config.num_kv_blocks or self._executor.num_kv_blocks
-        self.scheduler = Scheduler(self.config, num_blocks, controller=controller)
-        self.max_total_tokens = min(
-            self._executor.max_model_len,
-            # The last token of a sequence is sampled but never computed.
-            num_blocks * self.config.block_size + 1,
+        num_host_blocks = self.config.swap_space_blocks
+        if num_host_blocks is None:
+            num_host_blocks = self._executor.num_host_blocks
+        self.scheduler = Scheduler(
+            self.config,
+            self.config.num_kv_blocks or self._executor.num_kv_blocks,
+            num_host_blocks=num_host_blocks,
+            controller=controller,
         )
+        self.max_total_tokens = self._max_total_tokens(num_prompt_tokens=0, num_sequences=1)
         self._num_arrived = 0
         self.set_observer(observer)
 
@@ -380,6 +427,7 @@ class LLM:
                 "Finish or abort the requests, call step() for the outputs, and hold_blocks(0).",
             )
         assert not self._builders, f"requests {list(self._builders)} ended and are still built"
+        assert not self._searches, f"searches {list(self._searches)} ended and are kept"
         assert not self._scorings, f"scorings {list(self._scorings)} ended and are kept"
         self.scheduler.check_integrity()
         counts = self.scheduler.pool_counts()
@@ -389,12 +437,12 @@ class LLM:
         self,
         request_id: str,
         token_ids: list[int],
-        params: SamplingParams,
+        params: Params,
         score_from: int | None = None,
     ) -> Request:
         arrival_index = self._num_arrived
         self._num_arrived += 1
-        seed = params.seed
+        seed = params.seed if isinstance(params, SamplingParams) else None
         if seed is None:
             seed = derive_seed(self.config.seed, arrival_index)
         return Request.create(
@@ -424,6 +472,17 @@ class LLM:
                 "Pass token ids, or build the engine with a tokenizer.",
             )
         return prompt, self.tokenizer.encode(prompt)
+
+    def _max_total_tokens(self, num_prompt_tokens: int, num_sequences: int) -> int:
+        """Most tokens of each of several sequences of one prompt that have the pool to themselves.
+
+        Full blocks of the prompt are shared; the rest of the pool is divided. The last token of a
+        sequence is chosen but never computed, and the first needs no block beyond the prompt's.
+        """
+        num_shared = num_prompt_tokens // self.config.block_size
+        num_own = (self.num_kv_blocks - num_shared) // num_sequences
+        pool_tokens = (num_shared + num_own) * self.config.block_size + 1
+        return min(self._executor.max_model_len, max(pool_tokens, num_prompt_tokens + 1))
 
     def _why_infeasible(self, token_ids: list[int]) -> InfeasibleRequestError | None:
         """Why these tokens can never be computed by this engine, if they cannot."""
@@ -455,70 +514,150 @@ class LLM:
                 )
         return None
 
+    def _why_too_many_sequences(
+        self, params: Params, stop_ids: frozenset[int]
+    ) -> InfeasibleRequestError | None:
+        name = "n" if isinstance(params, SamplingParams) else "beam_width"
+        if params.num_sequences > self.config.max_num_seqs:
+            return InfeasibleRequestError(
+                f"{name}={params.num_sequences} sequences of one request never run at once with "
+                f"max_num_seqs={self.config.max_num_seqs}.",
+                f"Lower {name} or raise max_num_seqs.",
+            )
+        if isinstance(params, SamplingParams):
+            return None
+        num_candidates = BeamSearch.num_candidates(params.beam_width, stop_ids)
+        if num_candidates > self._executor.vocab_size:
+            return InfeasibleRequestError(
+                f"beam_width={params.beam_width} with {len(stop_ids)} stop ids needs "
+                f"{num_candidates} tokens to choose from; the vocabulary has "
+                f"{self._executor.vocab_size}.",
+                "Lower beam_width.",
+            )
+        return None
+
     def _deliver(self, step: SchedulerOutput, logits: LogitsBatch) -> list[RequestOutput]:
-        """Score or sample from the step's rows; returns the outputs that changed."""
-        wanted: list[tuple[Request, SampleRequest]] = []
+        """Score, sample or search from the step's rows; returns the outputs that changed."""
+        wanted: list[tuple[Request, Sequence, SampleRequest]] = []
+        outputs: dict[str, RequestOutput] = {}
         first_row = 0
         for item in step.scheduled:
             rows = range(first_row, first_row + item.num_logits)
             first_row = rows.stop
-            request = self.scheduler.requests.get(item.key.request_id)
-            if request is None or not rows:
+            request_id, branch = item.key
+            request = self.scheduler.requests.get(request_id)
+            sequence = request.sequences.get(branch) if request is not None else None
+            if request is None or sequence is None or not rows:
                 continue
-            if request.score_from is None:
-                wanted.append((request, self._sample_request(request, rows[0])))
-            else:
+            sequence.first_wanted_logits += len(rows)
+            if request.score_from is not None:
                 self._take_scores(request, logits, rows)
-        tokens = sample(logits, [sample_request for _, sample_request in wanted])
-        return [
-            self._append_token(step.step_id, request, token)
-            for (request, _), token in zip(wanted, tokens, strict=True)
-        ]
+            elif request_id in self._searches:
+                if self._search(request, sequence, read_row(logits, rows[0])):
+                    outputs[request_id] = self._finish_search(step.step_id, request)
+            else:
+                for one in self._branches(request, sequence):
+                    wanted.append((request, one, self._sample_request(request, one, rows[0])))
+        tokens = sample(logits, [sample_request for _, _, sample_request in wanted])
+        for (request, sequence, _), token in zip(wanted, tokens, strict=True):
+            output = self._append_token(step.step_id, request, sequence, token)
+            outputs[output.request_id] = output
+        return list(outputs.values())
 
-    def _sample_request(self, request: Request, row: int) -> SampleRequest:
-        sequence = request.sequence
+    def _branches(self, request: Request, sequence: Sequence) -> list[Sequence]:
+        """Who samples from the sequence's logits: itself and, from the prompt's, all branches."""
+        branches = [sequence]
+        while request.next_branch < request.num_seqs:
+            branches.append(self.scheduler.fork(request, sequence))
+        return branches
+
+    def _sample_request(self, request: Request, sequence: Sequence, row: int) -> SampleRequest:
+        branch = sequence.key.branch
+        builder = self._builders[request.request_id][branch]
         return SampleRequest(
             row=row,
-            params=request.params,
+            params=builder.params,
             seed=request.seed,
-            branch=sequence.key.branch,
+            branch=branch,
             position=sequence.num_tokens,
             num_output_tokens=sequence.num_output_tokens,
-            stop_ids=self._builders[request.request_id].stop_ids,
+            stop_ids=builder.stop_ids,
         )
 
     def _take_scores(self, request: Request, logits: LogitsBatch, rows: range) -> None:
         scoring = self._scorings[request.request_id]
-        targets = scoring.continuation[request.num_scored : request.num_scored + len(rows)]
+        num_scored = len(scoring.scores)
+        targets = scoring.continuation[num_scored : num_scored + len(rows)]
         scoring.scores += score_rows(logits, rows, targets)
-        request.num_scored += len(rows)
-        if request.num_scored == len(scoring.continuation):
+        if len(scoring.scores) == len(scoring.continuation):
             del self._scorings[request.request_id]
             self.scheduler.finish(request, "length")
 
-    def _append_token(self, step_id: int, request: Request, token: SampledToken) -> RequestOutput:
-        self.scheduler.append_token(request, token.token_id)
-        builder = self._builders[request.request_id]
+    def _append_token(
+        self, step_id: int, request: Request, sequence: Sequence, token: SampledToken
+    ) -> RequestOutput:
+        self.scheduler.append_token(sequence, token.token_id)
+        builder = self._builders[request.request_id][sequence.key.branch]
         text = builder.append(token)
         if self.scheduler.observer is not None:
             self.scheduler.observer.tokens_delivered(
                 step_id,
-                request.sequence.key,
+                sequence.key,
                 [token.token_id],
                 None if token.logprobs is None else [token.logprobs],
                 text,
             )
-        self._note_counts(builder, request)
+        output = builder.output
+        _note_counts(output, request)
         reason = builder.completion.finish_reason
-        if reason is not None:
+        if output.finished:
+            assert reason is not None
             del self._builders[request.request_id]
             self.scheduler.finish(request, reason)
-        return builder.output
+        elif reason is not None:
+            self.scheduler.end_branch(request, sequence)
+        return output
 
-    @staticmethod
-    def _note_counts(builder: OutputBuilder, request: Request) -> None:
-        builder.output.num_cached_tokens = request.num_cached_tokens or 0
-        builder.output.num_preemptions = request.num_preemptions
+    def _search(self, request: Request, sequence: Sequence, row: NDArray[np.float64]) -> bool:
+        """Take in a beam's logits and go on when all beams have theirs; True ends the search."""
+        search = self._searches[request.request_id]
+        if not search.take_row(sequence.key.branch, row):
+            return False
+        beams = search.advance()
+        if not beams:
+            return True
+        search.renumber(self.scheduler.continue_beams(request, beams))
+        return False
+
+    def _finish_search(self, step_id: int, request: Request) -> RequestOutput:
+        search = self._searches.pop(request.request_id)
+        builders = self._builders.pop(request.request_id)
+        for builder, hypothesis in zip(builders, search.hypotheses, strict=True):
+            tokens = [
+                SampledToken(token_id, {token_id: logprob})
+                for token_id, logprob in hypothesis.tokens()
+            ]
+            for token in tokens:
+                builder.append(token)
+            builder.completion.score = hypothesis.score
+            self.scheduler.counters.num_generated_tokens += len(tokens)
+            if self.scheduler.observer is not None:
+                self.scheduler.observer.tokens_delivered(
+                    step_id,
+                    SequenceKey(request.request_id, builder.completion.index),
+                    builder.completion.token_ids,
+                    builder.completion.logprobs,
+                    builder.completion.text,
+                )
+        output = builders[0].output
+        _note_counts(output, request)
+        self.scheduler.finish(request, builders[0].completion.finish_reason or "length")
+        return output
+
+
+def _note_counts(output: RequestOutput, request: Request) -> None:
+    output.num_cached_tokens = request.num_cached_tokens or 0
+    output.num_preemptions = request.num_preemptions
 
 
 @dataclasses.dataclass(slots=True)
@@ -570,18 +709,16 @@ def _tokenizer_path(config: EngineConfig) -> str:
     return str(resolve_model(config.tokenizer))
 
 
-def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if prompts and all(isinstance(item, int) for item in prompts):
-        return [cast("Sequence[int]", prompts)]
-    return list(cast("Sequence[Prompt]", prompts))
+        return [cast("Seq[int]", prompts)]
+    return list(cast("Seq[Prompt]", prompts))
 
 
-def _as_params_list(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
+def _as_params_list(params: Params | Seq[Params] | None, num_prompts: int) -> list[Params]:
+    if params is None or isinstance(params, SamplingParams | BeamSearchParams):
         return [params or SamplingParams()] * num_prompts
     if len(params) != num_prompts:
         raise ConfigError(

@@ -44,6 +44,18 @@ class EngineObserver:
     def blocks_copied(self, step_id: int, pairs: Seq[tuple[int, int]]) -> None:
         """Whole blocks are copied, (source, destination), before the step computes."""
 
+    def forked(self, step_id: int, parent: SequenceKey, child: SequenceKey) -> None:
+        """A branch was split off after the step; it shares all blocks of its parent."""
+
+    def tokens_chosen(self, step_id: int, key: SequenceKey, token_ids: Seq[int]) -> None:
+        """A beam goes on with these tokens; the user gets none before the search has ended."""
+
+    def swapped_out(self, step_id: int, request_id: str, pairs: Seq[tuple[int, int]]) -> None:
+        """The step copies the request's blocks to the host, (device block, host block)."""
+
+    def swapped_in(self, step_id: int, request_id: str, pairs: Seq[tuple[int, int]]) -> None:
+        """The step copies the request's blocks back, (host block, device block)."""
+
     def preempted(
         self,
         step_id: int,
@@ -55,13 +67,21 @@ class EngineObserver:
         num_computed_tokens: int,
         num_tokens: int,
     ) -> None:
-        """The request lost its blocks. `reason` is "out_of_blocks" or "forced"."""
+        """The request lost its blocks.
+
+        Args:
+            mode: "recompute" or "swap", as it was done.
+            phase: what its first branch was doing.
+            reason: "out_of_blocks" or "forced".
+            num_computed_tokens, num_tokens: sums over its branches; a token of a shared block
+                counts once for each.
+        """
 
     def resumed(self, step_id: int, request_id: str, num_cached_tokens: int) -> None:
         """A preempted request was admitted again, `num_cached_tokens` of it from the cache."""
 
     def finished(self, step_id: int, request_id: str, reason: str) -> None:
-        """The request ended by itself: "stop", "length" or "error"."""
+        """The request ended by itself: "stop", "length" or "error", of its last branch."""
 
     def aborted(self, step_id: int, request_id: str) -> None:
         """The request was aborted from outside."""
@@ -104,6 +124,12 @@ class EngineObserver:
     def worker_copied(self, step_id: int, rank: int, pairs: Seq[tuple[int, int]]) -> None:
         """A worker copied whole blocks."""
 
+    def worker_swapped_out(self, step_id: int, rank: int, pairs: Seq[tuple[int, int]]) -> None:
+        """A worker copied blocks to the host, (device block, host block)."""
+
+    def worker_swapped_in(self, step_id: int, rank: int, pairs: Seq[tuple[int, int]]) -> None:
+        """A worker copied blocks from the host, (host block, device block)."""
+
     def step_done(self, step_id: int) -> None:
         """The executor finished the step."""
 
@@ -117,7 +143,11 @@ class EngineObserver:
         logprobs: Seq[dict[int, float]] | None,
         text: str,
     ) -> None:
-        """Tokens were appended to the request's output; `text` is the new text, may be empty."""
+        """Tokens were appended to the request's output; `text` is the new text, may be empty.
+
+        The branch in `key` is the index of the output. The results of a beam search come whole,
+        at its end.
+        """
 
 
 class PoolView(Protocol):
@@ -155,6 +185,10 @@ class PoolState:
         waiting: request ids, in queue order.
         running: request ids, in admission order.
         counters: the engine's own totals by name.
+        num_host_blocks: size of the swap space.
+        host_free: ids of host blocks that can be taken.
+        host_fenced: ids of host blocks released while a step that may touch them is in flight.
+        host_blocks: request id -> host blocks that hold its content, for swapped requests.
     """
 
     num_blocks: int
@@ -167,3 +201,7 @@ class PoolState:
     waiting: list[str]
     running: list[str]
     counters: dict[str, int]
+    num_host_blocks: int
+    host_free: list[int]
+    host_fenced: list[int]
+    host_blocks: dict[str, list[int]]

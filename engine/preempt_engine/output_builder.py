@@ -1,4 +1,4 @@
-"""Builds what the user sees of one request, token by token, and decides when it ends.
+"""Builds what the user sees of one branch, token by token, and decides when it ends.
 
 Owns text, log probabilities and finish reasons. Knows no blocks and no steps: a preemption does
 not reach it.
@@ -18,24 +18,26 @@ from preempt_engine.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class OutputBuilder:
-    """One request's output under construction.
+    """One branch's output under construction.
 
     Attributes:
-        output: what the user gets; it grows in place.
+        output: what the user gets of the request; it grows in place.
+        completion: what the user gets of this branch, one of `output.outputs`.
         params: what the user asked for.
-        eos_token_ids: ids that end the request unless `ignore_eos`.
+        eos_token_ids: ids that end the branch unless `ignore_eos`.
         max_output_tokens: by `max_tokens`, the model's length and the pool.
         detokenizer: None without a tokenizer.
     """
 
     output: RequestOutput
+    completion: CompletionOutput
     params: SamplingParams
     eos_token_ids: frozenset[int]
     max_output_tokens: int
     detokenizer: IncrementalDetokenizer | None
 
     @classmethod
-    def create(
+    def create_branches(
         cls,
         *,
         request_id: str,
@@ -45,45 +47,36 @@ class OutputBuilder:
         eos_token_ids: frozenset[int],
         max_output_tokens: int,
         tokenizer: Tokenizer | None,
-    ) -> OutputBuilder:
-        """An empty output for a new request."""
-        completion = CompletionOutput(index=0)
-        if params.logprobs is not None:
-            completion.logprobs = []
-            completion.cumulative_logprob = 0.0
-        detokenizer = None
-        if tokenizer is not None:
-            detokenizer = IncrementalDetokenizer(
-                tokenizer, stop=params.stop, min_tokens=params.min_tokens
-            )
-        return cls(
-            output=RequestOutput(
-                request_id=request_id,
-                prompt=prompt,
-                prompt_token_ids=prompt_token_ids,
-                outputs=[completion],
-                finished=False,
-            ),
-            params=params,
-            eos_token_ids=frozenset() if params.ignore_eos else eos_token_ids,
-            max_output_tokens=max_output_tokens,
-            detokenizer=detokenizer,
+    ) -> list[OutputBuilder]:
+        """Empty outputs for the `params.n` branches of a new request."""
+        output = RequestOutput(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=prompt_token_ids,
+            outputs=[_empty_completion(index, params) for index in range(params.n)],
+            finished=False,
         )
-
-    @property
-    def completion(self) -> CompletionOutput:
-        """The first branch."""
-        return self.output.outputs[0]
+        return [
+            cls(
+                output=output,
+                completion=completion,
+                params=params,
+                eos_token_ids=frozenset() if params.ignore_eos else eos_token_ids,
+                max_output_tokens=max_output_tokens,
+                detokenizer=_detokenizer(tokenizer, params),
+            )
+            for completion in output.outputs
+        ]
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end the request, and that `min_tokens` bans."""
+        """Ids that end the branch, and that `min_tokens` bans."""
         return self.eos_token_ids | frozenset(self.params.stop_token_ids)
 
     def append(self, token: SampledToken) -> str:
         """Take in the next token; returns the new text.
 
-        Afterwards `completion.finish_reason` says whether the request ended with it.
+        Afterwards `completion.finish_reason` says whether the branch ended with it.
         """
         completion = self.completion
         completion.token_ids.append(token.token_id)
@@ -103,7 +96,7 @@ class OutputBuilder:
         return text
 
     def finish(self, reason: str, stop_reason: str | int | None = None) -> str:
-        """End the request; returns the text that was held back."""
+        """End the branch, and the request with its last; returns the text that was held back."""
         completion = self.completion
         text = ""
         if self.detokenizer is not None:
@@ -114,11 +107,11 @@ class OutputBuilder:
                 reason, stop_reason = "stop", self.detokenizer.stop_reason
         completion.finish_reason = reason
         completion.stop_reason = stop_reason
-        self.output.finished = True
+        self.output.finished = all(branch.finished() for branch in self.output.outputs)
         return text
 
     def fail(self, error: EngineError) -> None:
-        """End the request with an error of its own."""
+        """End the branch with an error of the request."""
         self.output.error = error
         self.finish("error")
 
@@ -128,3 +121,19 @@ class OutputBuilder:
         text = self.detokenizer.push(token_id)
         self.completion.text += text
         return text
+
+
+def _empty_completion(index: int, params: SamplingParams) -> CompletionOutput:
+    completion = CompletionOutput(index=index)
+    if params.logprobs is not None:
+        completion.logprobs = []
+        completion.cumulative_logprob = 0.0
+    return completion
+
+
+def _detokenizer(
+    tokenizer: Tokenizer | None, params: SamplingParams
+) -> IncrementalDetokenizer | None:
+    if tokenizer is None:
+        return None
+    return IncrementalDetokenizer(tokenizer, stop=params.stop, min_tokens=params.min_tokens)

@@ -19,6 +19,7 @@ class CompletionOutput:
         cumulative_logprob: sum over the chosen tokens; None when logprobs were not asked for.
         finish_reason: "stop", "length", "error", "abort", or None while it runs.
         stop_reason: the stop string or stop token id that ended it, if one did.
+        score: by which the outputs of a beam search are ranked, best first; None otherwise.
     """
 
     index: int
@@ -28,6 +29,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    score: float | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -41,7 +43,7 @@ class RequestOutput:
         request_id: as given to, or chosen by, `add_request`.
         prompt: text of the prompt, if text was given.
         prompt_token_ids: its ids.
-        outputs: one per branch.
+        outputs: one per branch; those of a beam search are empty until it has ended.
         finished: no more tokens will come.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
         num_preemptions: times the request lost its blocks.

@@ -13,6 +13,8 @@ RESETTABLE_FIELDS = frozenset(
         "num_kv_blocks",
         "max_num_batched_tokens",
         "max_num_seqs",
+        "preemption_mode",
+        "swap_space_blocks",
         "watermark",
         "enable_prefix_caching",
         "block_reuse_order",
@@ -24,7 +26,12 @@ RESETTABLE_FIELDS = frozenset(
 
 
 def changed_config(
-    config: EngineConfig, changes: dict[str, Any], built: EngineConfig, num_built_blocks: int
+    config: EngineConfig,
+    changes: dict[str, Any],
+    built: EngineConfig,
+    *,
+    num_built_blocks: int,
+    num_built_host_blocks: int,
 ) -> EngineConfig:
     """The configuration of the next trial.
 
@@ -33,6 +40,7 @@ def changed_config(
         changes: fields to change.
         built: what the engine was built with.
         num_built_blocks: size of the pool that it was built with.
+        num_built_host_blocks: likewise of the swap space.
 
     Raises:
         ConfigError: a change is wrong, or needs a new engine.
@@ -46,6 +54,7 @@ def changed_config(
     config = dataclasses.replace(config, **changes)
     limits = {
         "num_kv_blocks": num_built_blocks,
+        "swap_space_blocks": num_built_host_blocks,
         "max_num_batched_tokens": built.max_num_batched_tokens,
     }
     for name, limit in limits.items():

@@ -1,17 +1,19 @@
 """Decides what each step computes. Owns the queues; knows no tensors, no text, no sampling.
 
 One mechanism: every sequence has tokens still to compute, and a step computes the next of them up
-to a budget. Running requests come first, in admission order; then waiting ones, in arrival order.
+to a budget. Running requests come first, in admission order; then waiting ones, in arrival order,
+swapped ones among them. Sequences are scheduled one by one, requests are admitted and preempted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 
-from preempt_engine.admission import WaitingQueue, find_hits, fits
+from preempt_engine.admission import Placement, WaitingQueue, num_blocks_to_admit, place
 from preempt_engine.block_manager import BlockManager
-from preempt_engine.config import EngineConfig
+from preempt_engine.config import EngineConfig, PreemptionMode
 from preempt_engine.observer import EngineObserver, PoolCounts, PoolState
 from preempt_engine.sequence import Request, RequestStatus, Sequence
 from preempt_engine.step import (
@@ -21,7 +23,10 @@ from preempt_engine.step import (
     StateCheck,
     state_checksum,
 )
-from preempt_engine.victims import PreemptionController, choose_victim
+from preempt_engine.swapping import Swapper
+from preempt_engine.victims import ForcedPreemption, PreemptionController, choose_victim
+
+Work = list[tuple[Sequence, int]]  # sequences to compute, each with one past its last position
 
 
 @dataclass(slots=True)
@@ -35,8 +40,10 @@ class Counters:
         num_recomputed_tokens: those of them that had been computed before.
         num_cached_tokens: prompt tokens found in the prefix cache at first admissions; what a
             preempted request finds again is not counted.
-        num_generated_tokens: tokens sampled.
+        num_generated_tokens: tokens given to users; of a beam search, those of its results.
         num_finished_requests: ended by themselves, errors included; aborted ones are not counted.
+        num_copied_blocks: blocks copied because somebody writes to what others share.
+        num_swapped_out_blocks, num_swapped_in_blocks: blocks copied to the host and back.
     """
 
     num_steps: int = 0
@@ -46,6 +53,9 @@ class Counters:
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_finished_requests: int = 0
+    num_copied_blocks: int = 0
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
 
 
 class Scheduler:
@@ -54,6 +64,7 @@ class Scheduler:
     Args:
         config: of the engine.
         num_blocks: size of the pool.
+        num_host_blocks: size of the swap space.
         controller: forces preemptions, if given.
         observer: is told every decision, if given.
     """
@@ -63,6 +74,7 @@ class Scheduler:
         config: EngineConfig,
         num_blocks: int,
         *,
+        num_host_blocks: int = 0,
         controller: PreemptionController | None = None,
         observer: EngineObserver | None = None,
     ) -> None:
@@ -75,6 +87,7 @@ class Scheduler:
             seed=config.seed,
             poison=config.poison,
         )
+        self.swapper = Swapper(self.blocks, num_host_blocks)
         self.num_watermark_blocks = int(config.watermark * num_blocks)
         self.controller = controller
         self.observer = observer
@@ -83,7 +96,8 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.counters = Counters()
         self.next_step_id = 0
-        self._forced: dict[str, None] = {}
+        self._forced: dict[str, PreemptionMode | None] = {}
+        self._forks: list[tuple[SequenceKey, SequenceKey]] = []
         self._dropped: list[SequenceKey] = []
         self._step_in_flight: int | None = None
 
@@ -93,38 +107,64 @@ class Scheduler:
         """Queue a request."""
         self.requests[request.request_id] = request
         self.waiting.push(request)
-        if self.observer is not None:
-            self.observer.arrived(
-                self.next_step_id,
-                request.request_id,
-                request.sequence.token_ids,
-                request.params.max_tokens,
-                0,
-            )
+        self._report_arrival(request)
 
     def refuse(self, request: Request) -> None:
         """A request that can never run: it ends without having been queued."""
         self.counters.num_finished_requests += 1
+        self._report_arrival(request)
         if self.observer is not None:
-            self.observer.arrived(
-                self.next_step_id,
-                request.request_id,
-                request.sequence.token_ids,
-                request.params.max_tokens,
-                0,
-            )
             self.observer.finished(self.next_step_id, request.request_id, "error")
 
-    def append_token(self, request: Request, token_id: int) -> None:
-        """A token was sampled from the logits of the request's last position."""
-        sequence = request.sequence
-        assert sequence.num_computed_tokens == sequence.num_tokens
-        sequence.token_ids.append(token_id)
+    def append_token(self, sequence: Sequence, token_id: int) -> None:
+        """A token was chosen from the logits of the sequence's last position."""
+        sequence.append_token(token_id)
         self.counters.num_generated_tokens += 1
 
-    def force_preemption(self, request_id: str) -> None:
+    def fork(self, request: Request, parent: Sequence) -> Sequence:
+        """Split a branch off a sequence whose tokens are all computed."""
+        child = parent.fork(SequenceKey(request.request_id, request.next_branch))
+        request.next_branch += 1
+        request.sequences[child.key.branch] = child
+        self.blocks.fork(parent, child)
+        if child.known_to_workers:
+            self._forks.append((parent.key, child.key))
+        if self.observer is not None:
+            self.observer.forked(self.next_step_id - 1, parent.key, child.key)
+        return child
+
+    def continue_beams(self, request: Request, beams: Seq[tuple[int, int]]) -> list[int]:
+        """Replace a request's sequences by the beams of the next step.
+
+        Args:
+            beams: (branch it continues, its next token). A branch may be continued several
+                times; one that is not continued gives up its blocks at once.
+
+        Returns:
+            Branch of each beam.
+        """
+        continued = {branch for branch, _ in beams}
+        for branch in [branch for branch in request.sequences if branch not in continued]:
+            self._drop(request, request.sequences[branch])
+        chosen: list[Sequence] = []
+        for branch, _ in beams:
+            parent = request.sequences[branch]
+            chosen.append(self.fork(request, parent) if branch not in continued else parent)
+            continued.discard(branch)
+        for sequence, (_, token_id) in zip(chosen, beams, strict=True):
+            sequence.append_token(token_id)
+            if self.observer is not None:
+                self.observer.tokens_chosen(self.next_step_id - 1, sequence.key, [token_id])
+        return [sequence.key.branch for sequence in chosen]
+
+    def end_branch(self, request: Request, sequence: Sequence) -> None:
+        """One of several branches ended by itself; the others go on."""
+        request.num_seqs -= 1
+        self._drop(request, sequence)
+
+    def force_preemption(self, request_id: str, mode: PreemptionMode | None = None) -> None:
         """Preempt the request before the next step is scheduled, if it runs then."""
-        self._forced[request_id] = None
+        self._forced[request_id] = mode
 
     def finish(self, request: Request, reason: str) -> None:
         """The request ended by itself."""
@@ -142,121 +182,211 @@ class Scheduler:
     # A step -------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step; `scheduled` is empty when nothing can run."""
+        """Decide the next step; without `has_work` it need not be executed."""
         step = SchedulerOutput(step_id=self.next_step_id)
         self.next_step_id += 1
-        preemptions_before = self.counters.num_preemptions
-        for request_id in self._take_forced(step.step_id):
-            self._preempt(step, self.requests[request_id], "forced")
+        forced = self._take_forced(step.step_id)
+        for request, mode in forced:
+            self._preempt(step, request, "forced", mode)
         budget = self._schedule_running(step, self.config.max_num_batched_tokens)
-        # A step that took blocks away admits nobody: no request is victim and newcomer at once.
-        if self.counters.num_preemptions == preemptions_before:
+        if not forced:
             self._schedule_waiting(step, budget)
-        if step.scheduled:
+        if step.has_work:
+            step.forks, self._forks = self._forks, []
             step.dropped, self._dropped = self._dropped, []
             step.poison_block_ids = self.blocks.take_blocks_to_poison()
             if self.config.debug_worker_state:
                 step.state_check = self._state_check(step)
-            self.counters.num_steps += 1
+            self.counters.num_steps += bool(step.scheduled)
             self._step_in_flight = step.step_id
         return step
 
     def advance(self, step: SchedulerOutput) -> None:
         """The step is done: what it computed is in the cache, what waited for it is free."""
         for item in step.scheduled:
-            request = self.requests.get(item.key.request_id)
-            if request is None:  # ended while the step ran
+            request_id, branch = item.key
+            request = self.requests.get(request_id)
+            sequence = request.sequences.get(branch) if request is not None else None
+            if sequence is None:  # ended while the step ran
                 continue
-            sequence = request.sequences[item.key.branch]
             sequence.set_computed(item.end)
+            if sequence.followers:
+                sequence.release_followers()
             self.blocks.make_findable(sequence)
-            request.num_steps_since_admission += 1
-            if item.start < request.num_prefill_tokens:
-                request.num_chunks += 1
+            sequence.num_steps_since_admission += 1
+            if item.start < sequence.num_prefill_tokens:
+                sequence.num_chunks += 1
         self._step_in_flight = None
         self.blocks.pass_fence(step.step_id)
+        self.swapper.host.pass_fence(step.step_id)
 
     def _schedule_running(self, step: SchedulerOutput, budget: int) -> int:
-        """Returns what is left of the budget."""
+        """Returns what is left of the budget: nothing when blocks ran short.
+
+        A step that takes blocks away, or lacks blocks, admits nobody.
+        """
+        blocks_are_short = False
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
-            sequence = request.sequence
-            end = min(sequence.num_tokens, sequence.num_computed_tokens + budget)
-            while not self.blocks.can_grow(sequence, end):
-                victim = choose_victim(self.running)
-                self._preempt(step, victim, "out_of_blocks")
-                if victim is request:
-                    return budget
-            self._schedule_tokens(step, request, end)
-            budget -= end - sequence.num_computed_tokens
             index += 1
-        return budget
+            work = self._next_tokens(request, budget)
+            num_blocks = self.blocks.num_to_write(work)
+            if num_blocks > self.blocks.num_available_blocks:
+                blocks_are_short = True
+                if not self._make_room(step, request, num_blocks):
+                    continue
+            budget -= self._schedule_work(step, work, num_blocks)
+        return 0 if blocks_are_short else budget
 
     def _schedule_waiting(self, step: SchedulerOutput, budget: int) -> None:
-        while len(self.waiting) and budget > 0 and len(self.running) < self.config.max_num_seqs:
+        if not len(self.waiting) or budget <= 0:
+            return
+        num_seqs = sum(request.num_seqs for request in self.running)
+        while len(self.waiting) and budget > 0:
             request = self.waiting.peek()
-            hits = find_hits(request, self.blocks)
-            # The watermark protects those who run; with nobody running it would only starve.
-            spare = self.num_watermark_blocks if self.running else 0
-            if not fits(request, hits, self.blocks, spare):
+            num_seqs += request.num_seqs
+            if num_seqs > self.config.max_num_seqs or not self._admit(step, request):
                 return
-            self.waiting.pop()
-            self._admit(step, request, hits)
-            sequence = request.sequence
-            end = min(sequence.num_tokens, sequence.num_computed_tokens + budget)
-            self._schedule_tokens(step, request, end)
-            budget -= end - sequence.num_computed_tokens
+            work = self._next_tokens(request, budget)
+            budget -= self._schedule_work(step, work, self.blocks.num_to_write(work))
 
-    def _admit(self, step: SchedulerOutput, request: Request, hits: list[int]) -> None:
-        sequence = request.sequence
-        request.status = RequestStatus.RUNNING
-        request.num_steps_since_admission = 0
-        request.num_chunks = 0
-        request.num_prefill_tokens = sequence.num_tokens
+    @staticmethod
+    def _next_tokens(request: Request, budget: int) -> Work:
+        """What to compute of a request with a budget above 0."""
+        work = []
+        for sequence in request.sequences.values():
+            num_tokens = len(sequence.token_ids)
+            start = sequence.num_computed_tokens
+            if start == num_tokens or sequence.follows:
+                continue
+            end = min(num_tokens, start + budget)
+            work.append((sequence, end))
+            budget -= end - start
+            if not budget:
+                break
+        return work
+
+    def _schedule_work(self, step: SchedulerOutput, work: Work, num_blocks: int) -> int:
+        """Compute tokens; so many blocks are there for them. Returns the number of tokens."""
+        num_tokens = 0
+        for sequence, end in work:
+            if num_blocks:
+                self._extend_table(step, sequence, end)
+            num_tokens += end - sequence.num_computed_tokens
+            self._schedule_tokens(step, sequence, end)
+        return num_tokens
+
+    def _extend_table(self, step: SchedulerOutput, sequence: Sequence, end: int) -> None:
+        """Give the sequence the blocks that it writes up to `end`."""
+        copy = self.blocks.copy_on_write(sequence)
+        if copy is not None:
+            step.block_copies.append(copy)
+            self.counters.num_copied_blocks += 1
+        new_blocks = self.blocks.grow(sequence, end)
+        if self.observer is None:
+            return
+        if copy is not None:
+            self.observer.blocks_allocated(step.step_id, sequence.key, [copy[1]], 0)
+            self.observer.blocks_freed(step.step_id, sequence.key, [copy[0]])
+            self.observer.blocks_copied(step.step_id, [copy])
+        if new_blocks:
+            self.observer.blocks_allocated(step.step_id, sequence.key, new_blocks, 0)
+
+    def _schedule_tokens(self, step: SchedulerOutput, sequence: Sequence, end: int) -> None:
+        """Compute the sequence's next tokens, up to `end`; blocks for them are there."""
+        start = sequence.num_computed_tokens
+        counters = self.counters
+        counters.num_computed_tokens += end - start
+        if start < sequence.max_computed_tokens:
+            counters.num_recomputed_tokens += min(end, sequence.max_computed_tokens) - start
+        step.scheduled.append(
+            ScheduledSequence(
+                sequence.key,
+                start,
+                end,
+                min(max(start, sequence.first_wanted_logits), end),
+                not sequence.known_to_workers,
+                sequence.token_ids[sequence.num_sent_tokens :],
+                sequence.block_table[sequence.num_sent_blocks :],
+                sequence.num_stale_blocks,
+                sequence.full_logits,
+            )
+        )
+        sequence.known_to_workers = True
+        sequence.num_sent_tokens = len(sequence.token_ids)
+        sequence.num_sent_blocks = len(sequence.block_table)
+        sequence.num_stale_blocks = 0
+        if self.observer is not None:
+            self.observer.scheduled(step.step_id, sequence.key, start, end)
+
+    # Getting blocks -----------------------------------------------------------------------------
+
+    def _admit(self, step: SchedulerOutput, request: Request) -> bool:
+        """Let the head of the queue run if its blocks are there; returns whether."""
+        # The watermark protects those who run; with nobody running it would only starve.
+        num_spare = self.num_watermark_blocks if self.running else 0
+        num_available = self.blocks.num_available_blocks - num_spare
+        if request.host_blocks is not None:
+            if self.swapper.num_blocks_to_return(request) > num_available:
+                return False
+            self._swap_in(step, request)
+        elif not self._find_room(step, request, num_available):
+            return False
+        self.waiting.pop()
         self.running.append(request)
-        num_cached_tokens = len(hits) * self.config.block_size
+        request.status = RequestStatus.RUNNING
+        for sequence in request.sequences.values():
+            sequence.num_steps_since_admission = 0
+        return True
+
+    def _find_room(self, step: SchedulerOutput, request: Request, num_available: int) -> bool:
+        """Give all known tokens of the request their blocks, if there are as many."""
+        placements = place(request, self.blocks)
+        if num_blocks_to_admit(placements, self.blocks) > num_available:
+            return False
+        num_cached_tokens = len(placements[0].hits) * self.config.block_size
         if request.num_cached_tokens is None:
             request.num_cached_tokens = num_cached_tokens
             self.counters.num_cached_tokens += num_cached_tokens
         elif self.observer is not None:
             self.observer.resumed(step.step_id, request.request_id, num_cached_tokens)
-        self.blocks.share(sequence, hits)
+        for placement in placements:  # hits first: growing may evict what is not shared yet
+            self.blocks.share(placement.sequence, placement.hits)
+            placement.sequence.set_computed(len(placement.hits) * self.config.block_size)
+        for placement in placements:
+            self._build_table(step, placement)
+        return True
+
+    def _build_table(self, step: SchedulerOutput, placement: Placement) -> None:
+        """Complete a table that has its hits."""
+        sequence, leader = placement.sequence, placement.leader
+        if leader is not None:
+            self.blocks.share(sequence, leader.block_table[: placement.num_leader_blocks])
+            num_tokens = placement.num_leader_blocks * self.config.block_size
+            leader.followers.append((sequence, num_tokens))
+            sequence.follows = True
+        num_shared = len(sequence.block_table)
         self.blocks.grow(sequence, sequence.num_tokens)
-        sequence.set_computed(num_cached_tokens)
+        sequence.num_prefill_tokens = sequence.num_tokens
+        sequence.num_chunks = 0
         if self.observer is not None:
             self.observer.blocks_allocated(
-                step.step_id, sequence.key, sequence.block_table, len(hits)
+                step.step_id, sequence.key, sequence.block_table, num_shared
             )
 
-    def _schedule_tokens(self, step: SchedulerOutput, request: Request, end: int) -> None:
-        """Compute the sequence's next tokens, up to `end`; blocks for them are there."""
-        sequence = request.sequence
-        start = sequence.num_computed_tokens
-        new_blocks = self.blocks.grow(sequence, end)
-        self.counters.num_computed_tokens += end - start
-        self.counters.num_recomputed_tokens += max(
-            0, min(end, sequence.max_computed_tokens) - start
-        )
-        step.scheduled.append(
-            ScheduledSequence(
-                key=sequence.key,
-                start=start,
-                end=end,
-                logits_start=min(max(start, request.first_wanted_logits), end),
-                reset=not sequence.known_to_workers,
-                new_token_ids=sequence.token_ids[sequence.num_sent_tokens :],
-                new_block_ids=sequence.block_table[sequence.num_sent_blocks :],
-                full_logits=request.full_logits,
+    def _swap_in(self, step: SchedulerOutput, request: Request) -> None:
+        pairs, num_shared = self.swapper.swap_in(request, step.step_id)
+        step.swap_in += pairs
+        self.counters.num_swapped_in_blocks += len(pairs)
+        if self.observer is None:
+            return
+        self.observer.resumed(step.step_id, request.request_id, 0)
+        for branch, sequence in request.sequences.items():
+            self.observer.blocks_allocated(
+                step.step_id, sequence.key, sequence.block_table, num_shared[branch]
             )
-        )
-        sequence.known_to_workers = True
-        sequence.num_sent_tokens = sequence.num_tokens
-        sequence.num_sent_blocks = len(sequence.block_table)
-        if self.observer is not None:
-            if new_blocks:
-                self.observer.blocks_allocated(step.step_id, sequence.key, new_blocks, 0)
-            self.observer.scheduled(step.step_id, sequence.key, start, end)
+        self.observer.swapped_in(step.step_id, request.request_id, pairs)
 
     def _state_check(self, step: SchedulerOutput) -> StateCheck:
         """What the workers must know after the step; taken from the sequences, not the deltas."""
@@ -272,63 +402,120 @@ class Scheduler:
 
     # Losing blocks ------------------------------------------------------------------------------
 
-    def _take_forced(self, step_id: int) -> list[str]:
-        wanted, self._forced = self._forced, {}
+    def _take_forced(self, step_id: int) -> list[tuple[Request, PreemptionMode | None]]:
+        forced, self._forced = self._forced, {}
         if self.controller is not None:
-            wanted.update(dict.fromkeys(self.controller.select_victims(step_id, self.running)))
-        running = {request.request_id for request in self.running}
-        return [request_id for request_id in wanted if request_id in running]
+            for victim in self.controller.select_victims(step_id, self.running):
+                entry = ForcedPreemption(victim) if isinstance(victim, str) else victim
+                forced[entry.request_id] = entry.mode
+        if not forced:
+            return []
+        running = {request.request_id: request for request in self.running}
+        return [(running[name], mode) for name, mode in forced.items() if name in running]
 
-    def _preempt(self, step: SchedulerOutput, request: Request, reason: str) -> None:
-        """Preemption by recompute: blocks go, tokens stay, the request waits in its old place."""
+    def _make_room(self, step: SchedulerOutput, request: Request, num_blocks: int) -> bool:
+        """Preempt until a running request can have so many blocks.
+
+        Returns:
+            False when it cannot in this step: it was the last to preempt, or the blocks are
+            withheld until a step is done.
+        """
+        while num_blocks > self.blocks.num_available_blocks:
+            if num_blocks <= self.blocks.num_available_blocks + len(self.blocks.fenced_blocks):
+                return False
+            victim = choose_victim(self.running)
+            self._preempt(step, victim, "out_of_blocks")
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(
+        self,
+        step: SchedulerOutput,
+        request: Request,
+        reason: str,
+        mode: PreemptionMode | None = None,
+    ) -> None:
+        """Blocks go, tokens stay, the request waits in its old place.
+
+        Args:
+            mode: None is the engine's. Where there is no room, or nothing, to swap out, the
+                request is recomputed.
+        """
+        mode = mode or self.config.preemption_mode
+        if mode == "swap" and not self.swapper.can_swap_out(request):
+            mode = "recompute"
         if self.observer is not None:
+            sequences = request.sequences.values()
             self.observer.preempted(
                 step.step_id,
                 request.request_id,
-                mode="recompute",
+                mode=mode,
                 phase=self._phase(request),
                 reason=reason,
-                num_computed_tokens=request.sequence.num_computed_tokens,
-                num_tokens=request.sequence.num_tokens,
+                num_computed_tokens=sum(sequence.num_computed_tokens for sequence in sequences),
+                num_tokens=sum(sequence.num_tokens for sequence in sequences),
             )
-        self._free_blocks(step.step_id, request)
+        if mode == "swap":
+            self._swap_out(step, request)
+        else:
+            # What another victim of this step shared with this one is still being copied.
+            fence = step.step_id if step.swap_out else self._step_in_flight
+            for sequence in request.sequences.values():
+                self._free_blocks(step.step_id, sequence, fence)
         self.running.remove(request)
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
         self.counters.num_preemptions += 1
         self.waiting.push(request)
 
+    def _swap_out(self, step: SchedulerOutput, request: Request) -> None:
+        pairs = self.swapper.swap_out(request, step.step_id)
+        step.swap_out += pairs
+        self.counters.num_swapped_out_blocks += len(pairs)
+        if self.observer is None:
+            return
+        for sequence in request.sequences.values():
+            self.observer.blocks_freed(step.step_id, sequence.key, list(sequence.swapped_table))
+        self.observer.swapped_out(step.step_id, request.request_id, pairs)
+
     def _phase(self, request: Request) -> str:
         """What a running request is doing, as reported when it is preempted.
 
         The last chunk is next when what remains fits the whole budget of one step.
         """
-        if request.num_preemptions and request.num_steps_since_admission <= 1:
+        sequence = request.sequence
+        if request.num_preemptions and sequence.num_steps_since_admission <= 1:
             return "just_resumed"
-        remaining = request.num_prefill_tokens - request.sequence.num_computed_tokens
+        remaining = sequence.num_prefill_tokens - sequence.num_computed_tokens
         if remaining > self.config.max_num_batched_tokens:
-            return "prefill_first" if request.num_chunks <= 1 else "prefill_middle"
+            return "prefill_first" if sequence.num_chunks <= 1 else "prefill_middle"
         if remaining > 0:
             return "prefill_last"
-        return "first_decode" if request.sequence.num_output_tokens == 1 else "decode"
+        return "first_decode" if sequence.num_output_tokens == 1 else "decode"
 
     def _leave(self, request: Request) -> None:
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
-        self._free_blocks(self.next_step_id - 1, request)
+        for sequence in request.sequences.values():
+            self._free_blocks(self.next_step_id - 1, sequence, self._step_in_flight)
+        self.swapper.discard(request, self._step_in_flight)
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
 
-    def _free_blocks(self, step_id: int, request: Request) -> None:
-        for sequence in request.sequences:
-            if sequence.block_table and self.observer is not None:
-                self.observer.blocks_freed(step_id, sequence.key, list(sequence.block_table))
-            if sequence.known_to_workers:
-                self._dropped.append(sequence.key)
-            self.blocks.free(sequence, self._step_in_flight)
-            sequence.forget_cache()
+    def _drop(self, request: Request, sequence: Sequence) -> None:
+        self._free_blocks(self.next_step_id - 1, sequence, self._step_in_flight)
+        del request.sequences[sequence.key.branch]
+
+    def _free_blocks(self, step_id: int, sequence: Sequence, step_in_flight: int | None) -> None:
+        if sequence.block_table and self.observer is not None:
+            self.observer.blocks_freed(step_id, sequence.key, list(sequence.block_table))
+        if sequence.known_to_workers:
+            self._dropped.append(sequence.key)
+        self.blocks.free(sequence, step_in_flight)
+        sequence.forget_cache()
 
     # Looking ------------------------------------------------------------------------------------
 
@@ -339,8 +526,14 @@ class Scheduler:
             assert request.status is RequestStatus.RUNNING
         for request in self.waiting.in_order():
             assert request.status is RequestStatus.WAITING
-            assert not any(sequence.block_table for sequence in request.sequences)
+            assert not any(sequence.block_table for sequence in request.sequences.values())
         assert len(self.running) + len(self.waiting) == len(self.requests)
+        host_blocks = self._host_blocks()
+        self.swapper.host.check_integrity([b for blocks in host_blocks.values() for b in blocks])
+        for request in self.requests.values():
+            swapped = request.host_blocks is not None
+            assert not (swapped and request.status is RequestStatus.RUNNING)
+            assert swapped == any(seq.swapped_table for seq in request.sequences.values())
 
     def pool_counts(self) -> PoolCounts:
         """Sizes of the pool's parts."""
@@ -372,8 +565,29 @@ class Scheduler:
             waiting=[request.request_id for request in self.waiting.in_order()],
             running=[request.request_id for request in self.running],
             counters=asdict(self.counters),
+            num_host_blocks=self.swapper.host.num_blocks,
+            host_free=list(self.swapper.host.free_blocks),
+            host_fenced=list(self.swapper.host.fenced_blocks),
+            host_blocks=self._host_blocks(),
         )
 
     def _sequences(self) -> Iterable[Sequence]:
         for request in self.requests.values():
-            yield from request.sequences
+            yield from request.sequences.values()
+
+    def _host_blocks(self) -> dict[str, list[int]]:
+        return {
+            request.request_id: list(request.host_blocks.values())
+            for request in self.requests.values()
+            if request.host_blocks is not None
+        }
+
+    def _report_arrival(self, request: Request) -> None:
+        if self.observer is not None:
+            self.observer.arrived(
+                self.next_step_id,
+                request.request_id,
+                request.sequence.token_ids,
+                request.params.max_tokens,
+                0,
+            )

@@ -7,6 +7,9 @@
 
 A sequence is one branch of a request. Prefill, chunk, decode and re-prefill are one case: positions
 [num_computed_tokens, num_tokens) are still to compute, and a token is sampled when none is left.
+
+A request begins as one sequence. The others are forks: of the prompt, when the first token is
+sampled (`n`), or of a beam that goes on in several ways (beam search).
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Self
 
-from preempt_engine.sampling.params import SamplingParams
+from preempt_engine.sampling.params import BeamSearchParams, SamplingParams
 from preempt_engine.step import SequenceKey
 
 
@@ -35,26 +39,47 @@ class Sequence:
         key: (request id, branch).
         token_ids: prompt and output.
         num_prompt_tokens: the first so many are the prompt.
-        num_computed_tokens: positions whose KV is in the cache.
+        first_wanted_logits: position of the first logits that nobody has seen yet; with
+            `num_tokens` none are wanted.
+        full_logits: choosing or scoring its tokens takes whole rows of logits.
+        num_computed_tokens: positions whose KV is in the cache, or in host blocks while the
+            request is swapped out.
         block_table: block ids, in order of position.
+        swapped_table: the block table as it was when the request was swapped out.
         block_digests: content digests of full blocks, filled in as needed by the block manager.
         num_findable_blocks: leading blocks that were offered to the prefix cache.
+        followers: (sequence, tokens): sequences of the same request whose first so many tokens
+            this one computes for them, into blocks that they share.
+        follows: waits for the sequence that it is a follower of.
         num_sent_tokens, num_sent_blocks: what the workers already have.
-        known_to_workers: False before the first step and after a preemption.
+        num_stale_blocks: entries that the workers have beyond `num_sent_blocks`, to be cut off.
+        known_to_workers: False before the first step and after a preemption by recompute.
         max_computed_tokens: highest `num_computed_tokens` so far; below it is recomputation.
+        num_prefill_tokens: tokens known when the present prefill began.
+        num_chunks: steps that computed a part of those; a swap does not begin a new prefill.
+        num_steps_since_admission: steps since the last admission, or swap-in.
     """
 
     key: SequenceKey
     token_ids: list[int]
     num_prompt_tokens: int
+    first_wanted_logits: int = 0
+    full_logits: bool = True
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
+    swapped_table: list[int] = field(default_factory=list)
     block_digests: list[bytes] = field(default_factory=list)
     num_findable_blocks: int = 0
+    followers: list[tuple[Sequence, int]] = field(default_factory=list)
+    follows: bool = False
     num_sent_tokens: int = 0
     num_sent_blocks: int = 0
+    num_stale_blocks: int = 0
     known_to_workers: bool = False
     max_computed_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_chunks: int = 0
+    num_steps_since_admission: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -68,6 +93,11 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
+    def append_token(self, token_id: int) -> None:
+        """The sequence goes on with a token that was chosen from its last logits."""
+        assert self.num_computed_tokens == self.num_tokens
+        self.token_ids.append(token_id)
+
     def set_computed(self, num_computed_tokens: int) -> None:
         """The one place where progress changes."""
         assert 0 <= num_computed_tokens <= self.num_tokens, (
@@ -76,12 +106,55 @@ class Sequence:
         self.num_computed_tokens = num_computed_tokens
         self.max_computed_tokens = max(self.max_computed_tokens, num_computed_tokens)
 
+    def release_followers(self) -> None:
+        """Let those go on whose tokens are computed by now."""
+        waiting = []
+        for follower, num_tokens in self.followers:
+            if self.num_computed_tokens < num_tokens:
+                waiting.append((follower, num_tokens))
+            else:
+                follower.set_computed(num_tokens)
+                follower.follows = False
+        self.followers = waiting
+
+    def fork(self, key: SequenceKey) -> Self:
+        """A branch with the same history; its blocks are the block manager's business."""
+        assert self.num_computed_tokens == self.num_tokens
+        return type(self)(
+            key=key,
+            token_ids=list(self.token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            first_wanted_logits=self.first_wanted_logits,
+            full_logits=self.full_logits,
+            num_computed_tokens=self.num_computed_tokens,
+            block_digests=list(self.block_digests),
+            num_findable_blocks=self.num_findable_blocks,
+            num_sent_tokens=self.num_sent_tokens,
+            num_sent_blocks=self.num_sent_blocks,
+            num_stale_blocks=self.num_stale_blocks,
+            known_to_workers=self.known_to_workers,
+            max_computed_tokens=self.max_computed_tokens,
+            num_prefill_tokens=self.num_prefill_tokens,
+            num_chunks=self.num_chunks,
+            num_steps_since_admission=self.num_steps_since_admission,
+        )
+
+    def send_blocks_again(self, first: int) -> None:
+        """Entries of the block table from `first` on are others than the workers have."""
+        if first < self.num_sent_blocks:
+            self.num_stale_blocks += self.num_sent_blocks - first
+            self.num_sent_blocks = first
+
     def forget_cache(self) -> None:
         """KV and everything that refers to it is gone; tokens stay."""
         self.block_table = []
+        self.swapped_table = []
         self.num_findable_blocks = 0
+        self.followers = []
+        self.follows = False
         self.num_sent_tokens = 0
         self.num_sent_blocks = 0
+        self.num_stale_blocks = 0
         self.known_to_workers = False
         self.set_computed(0)
 
@@ -93,32 +166,30 @@ class Request:
     Attributes:
         request_id: unique among unfinished requests.
         arrival_index: counts every request of the engine; the order of the queue.
-        params: how to sample, and until when.
+        params: how to sample or search, and until when.
         seed: of the request's noise.
-        sequences: its branches.
+        sequences: its live branches by number; a branch that ended or was dropped is not there.
+        num_seqs: sequences it counts for: `n` less the branches that ended, or the beam width.
+        next_branch: number of the next fork; numbers are not used twice.
         score_from: for scoring, the first position whose logits are wanted; None generates.
-        full_logits: choosing or scoring its tokens takes whole rows of logits.
+        host_blocks: while it is swapped out, block of a `swapped_table` -> host block with its
+            content; None while it is not.
         num_preemptions: times it lost its blocks.
         num_cached_tokens: prefix hits at the first admission; None before it.
-        num_steps_since_admission: since the last admission.
-        num_prefill_tokens: tokens known at the last admission, all of them to be (re)computed.
-        num_chunks: steps that computed a part of those since the last admission.
     """
 
     request_id: str
     arrival_index: int
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     seed: int
-    sequences: list[Sequence]
+    sequences: dict[int, Sequence]
+    num_seqs: int
+    next_branch: int = 1
     score_from: int | None = None
-    full_logits: bool = True
-    num_scored: int = 0
+    host_blocks: dict[int, int] | None = None
     status: RequestStatus = RequestStatus.WAITING
     num_preemptions: int = 0
     num_cached_tokens: int | None = None
-    num_steps_since_admission: int = 0
-    num_prefill_tokens: int = 0
-    num_chunks: int = 0
 
     @classmethod
     def create(
@@ -127,34 +198,30 @@ class Request:
         request_id: str,
         arrival_index: int,
         prompt_token_ids: Seq[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         seed: int,
         score_from: int | None = None,
     ) -> Request:
         """A new request with one sequence."""
+        num_prompt_tokens = len(prompt_token_ids)
         sequence = Sequence(
             key=SequenceKey(request_id),
             token_ids=list(prompt_token_ids),
-            num_prompt_tokens=len(prompt_token_ids),
+            num_prompt_tokens=num_prompt_tokens,
+            first_wanted_logits=num_prompt_tokens - 1 if score_from is None else score_from,
+            full_logits=score_from is not None or not params.argmax_suffices,
         )
         return cls(
             request_id=request_id,
             arrival_index=arrival_index,
             params=params,
             seed=seed,
-            sequences=[sequence],
+            sequences={0: sequence},
+            num_seqs=params.num_sequences,
             score_from=score_from,
-            full_logits=score_from is not None or not params.argmax_suffices,
         )
 
     @property
     def sequence(self) -> Sequence:
-        """The first branch."""
-        return self.sequences[0]
-
-    @property
-    def first_wanted_logits(self) -> int:
-        """Position of the first logits that nobody has seen yet."""
-        if self.score_from is not None:
-            return self.score_from + self.num_scored
-        return self.sequence.num_tokens - 1
+        """The first live branch."""
+        return next(iter(self.sequences.values()))

@@ -46,6 +46,9 @@ class ScheduledSequence:
             `new_block_ids` are then complete. True on admission and on every re-admission.
         new_token_ids: ids that follow those the worker already has.
         new_block_ids: blocks that follow those in the worker's block table.
+        num_stale_blocks: so many entries at the end of the worker's block table are cut off
+            before `new_block_ids` are appended: the last one after a copy-on-write, all of them
+            after a swap-in. 0 on `reset`.
         full_logits: somebody reads whole rows; otherwise each row's argmax is enough.
     """
 
@@ -56,6 +59,7 @@ class ScheduledSequence:
     reset: bool
     new_token_ids: list[int]
     new_block_ids: list[int]
+    num_stale_blocks: int = 0
     full_logits: bool = True
 
     @property
@@ -89,21 +93,40 @@ def state_checksum(token_ids: Seq[int], block_table: Seq[int]) -> int:
 class SchedulerOutput:
     """One step's work. A worker applies the fields in the order they are listed.
 
+    Copies between host and device may run beside the computation within these limits: `swap_in`
+    is done before a later field reads its destinations; `swap_out` may begin as soon as earlier
+    steps have written its sources, and end with the step. Nothing else in the step touches either
+    end of a `swap_out`, nor the host end of a `swap_in`, and the scheduler hands none of those
+    blocks out before the step is done.
+
     Attributes:
         step_id: counts from 0; every event of the step carries it.
-        dropped: sequences the worker must forget (finished, aborted, preempted).
+        forks: (parent, child): the child begins with all that the worker knows of the parent.
+        dropped: sequences the worker must forget (finished, aborted, preempted by recompute). A
+            sequence that is swapped out is kept: its tokens are not sent again.
         poison_block_ids: freed blocks to fill with a large finite pattern (`poison=True`).
-        block_copies: (source, destination) pairs, source contents as of before this step.
-        scheduled: sequences to compute, in the order of their rows.
+        swap_in: (host block, device block) pairs.
+        block_copies: (source, destination) pairs; every source is read before any destination,
+            or any slot of a scheduled token, is written.
+        scheduled: sequences to compute, in the order of their rows; may be empty.
+        swap_out: (device block, host block) pairs.
         state_check: what the worker must know by then, or None.
     """
 
     step_id: int
+    forks: list[tuple[SequenceKey, SequenceKey]] = field(default_factory=list)
     dropped: list[SequenceKey] = field(default_factory=list)
     poison_block_ids: list[int] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     scheduled: list[ScheduledSequence] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
     state_check: StateCheck | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """False when there is nothing to send: neither rows nor blocks to swap out."""
+        return bool(self.scheduled or self.swap_out)
 
     @property
     def num_scheduled_tokens(self) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from preempt_engine.config import PreemptionMode
 from preempt_engine.sequence import Request
 
 
@@ -13,11 +14,20 @@ def choose_victim(running: Sequence[Request]) -> Request:
     return running[-1]
 
 
+class ForcedPreemption(NamedTuple):
+    """A victim and how it is to lose its blocks; None is the engine's `preemption_mode`."""
+
+    request_id: str
+    mode: PreemptionMode | None = None
+
+
 class PreemptionController(Protocol):
     """Forces preemptions; asked before every step is scheduled."""
 
-    def select_victims(self, step_id: int, running: Sequence[Request]) -> Iterable[str]:
-        """Ids of running requests to preempt before step `step_id` is scheduled.
+    def select_victims(
+        self, step_id: int, running: Sequence[Request]
+    ) -> Iterable[str | ForcedPreemption]:
+        """Running requests to preempt before step `step_id` is scheduled, by id or with a mode.
 
         Args:
             step_id: of the step about to be scheduled.

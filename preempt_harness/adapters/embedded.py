@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.embedded_pool import EnginePool
 from preempt_harness.adapters.protocol import EngineSettings, KnownIssue, SessionInfo
 from preempt_harness.admission import AdmissionModel
 from preempt_harness.record import AnyEvent, RequestResult, Score, SequenceOutput
-from preempt_harness.workload import RequestSpec
+from preempt_harness.workload import RequestSpec, SamplingSpec
 
 if TYPE_CHECKING:
-    from preempt_engine import LLM, RequestOutput
+    from preempt_engine import LLM, BeamSearchParams, RequestOutput, SamplingParams
     from preempt_engine.tokenizer import HFTokenizer
 
 _NEEDS_ENGINE = 'pip install "preempt-harness[engine]"'
@@ -28,10 +28,7 @@ class EmbeddedAdapter:
     """Adapter "embedded"."""
 
     name = "embedded"
-    capabilities = protocol.CAPABILITIES - {
-        protocol.SWAP,
-        protocol.PRIORITY,
-    }
+    capabilities = protocol.CAPABILITIES - {protocol.PRIORITY}
     models: tuple[str, ...] = (
         "exact",
         "tiny-llama",
@@ -130,12 +127,8 @@ class EmbeddedSession:
 
     def submit(self, request: RequestSpec) -> None:
         """Queue the request."""
-        from preempt_engine import SamplingParams
-
         self.llm.add_request(
-            request.prompt_token_ids,
-            SamplingParams(**{name: getattr(request.sampling, name) for name in _SAMPLING_FIELDS}),
-            request_id=request.id,
+            request.prompt_token_ids, _params(request.sampling), request_id=request.id
         )
         self._unfinished.add(request.id)
 
@@ -176,9 +169,9 @@ class EmbeddedSession:
         Raises:
             ValueError: the mode is not one of this engine's.
         """
-        if mode != "recompute":
-            raise ValueError(f"mode {mode!r}: the embedded engine preempts by recompute")
-        self.llm.preempt_request(request)
+        if mode not in ("recompute", "swap"):
+            raise ValueError(f"mode {mode!r}: the embedded engine recomputes or swaps")
+        self.llm.preempt_request(request, cast("Literal['recompute', 'swap']", mode))
 
     def hold_blocks(self, num_blocks: int) -> int:
         """Withhold free blocks."""
@@ -204,6 +197,7 @@ class EmbeddedSession:
 
 
 _SAMPLING_FIELDS = (
+    "n",
     "max_tokens",
     "temperature",
     "top_p",
@@ -216,6 +210,21 @@ _SAMPLING_FIELDS = (
     "stop_token_ids",
     "logprobs",
 )
+
+
+def _params(spec: SamplingSpec) -> SamplingParams | BeamSearchParams:
+    from preempt_engine import BeamSearchParams, SamplingParams
+
+    if spec.beam is None:
+        return SamplingParams(**{name: getattr(spec, name) for name in _SAMPLING_FIELDS})
+    return BeamSearchParams(
+        beam_width=spec.beam.num_beams,
+        max_tokens=spec.max_tokens,
+        length_penalty=spec.beam.length_penalty,
+        early_stopping=cast("bool | Literal['never']", spec.beam.early_stopping),
+        ignore_eos=spec.ignore_eos,
+        stop_token_ids=spec.stop_token_ids,
+    )
 
 
 def _observed(event_names: Sequence[str], num_ranks: int) -> list[str]:
@@ -239,8 +248,15 @@ def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[st
         "tensor_parallel_size": settings.tensor_parallel_size,
         "deterministic": settings.deterministic,
         "dtype": settings.dtype,
+        **_swap_space(settings, options),
         **options,
     }
+
+
+def _swap_space(settings: EngineSettings, options: dict[str, Any]) -> dict[str, int]:
+    """Room for every block, so that a plan can swap; unless the trial sizes it itself."""
+    sized = "swap_space_blocks" in options or "swap_space_bytes" in options
+    return {} if sized else {"swap_space_blocks": settings.num_blocks}
 
 
 def _placement(llm: LLM) -> dict[str, str]:

@@ -27,6 +27,10 @@ class RecordingObserver(EngineObserver):
         "BlocksAllocated",
         "BlocksFreed",
         "BlocksCopied",
+        "Forked",
+        "TokensChosen",
+        "SwappedOut",
+        "SwappedIn",
         "Preempted",
         "Resumed",
         "Finished",
@@ -38,6 +42,8 @@ class RecordingObserver(EngineObserver):
         "StepDone",
         "Computed",
         "WorkerCopied",
+        "WorkerSwappedOut",
+        "WorkerSwappedIn",
         "BlocksPoisoned",
         "TokensDelivered",
     )
@@ -70,6 +76,10 @@ class RecordingObserver(EngineObserver):
                 tables={self._name(key): table for key, table in state.tables.items()},
                 waiting=state.waiting,
                 running=state.running,
+                num_host_blocks=state.num_host_blocks,
+                host_free=state.host_free,
+                host_fenced=state.host_fenced,
+                host_blocks=state.host_blocks,
             )
         )
         self._events.append(record.Counters(step=step_id, values=state.counters))
@@ -121,6 +131,22 @@ class RecordingObserver(EngineObserver):
 
     def blocks_copied(self, step_id: int, pairs: Sequence[tuple[int, int]]) -> None:
         self._events.append(record.BlocksCopied(step=step_id, pairs=list(pairs)))
+
+    def forked(self, step_id: int, parent: SequenceKey, child: SequenceKey) -> None:
+        self._events.append(
+            record.Forked(step=step_id, parent=self._name(parent), child=self._name(child))
+        )
+
+    def tokens_chosen(self, step_id: int, key: SequenceKey, token_ids: Sequence[int]) -> None:
+        self._events.append(
+            record.TokensChosen(step=step_id, seq=self._name(key), token_ids=list(token_ids))
+        )
+
+    def swapped_out(self, step_id: int, request_id: str, pairs: Sequence[tuple[int, int]]) -> None:
+        self._events.append(record.SwappedOut(step=step_id, request=request_id, pairs=list(pairs)))
+
+    def swapped_in(self, step_id: int, request_id: str, pairs: Sequence[tuple[int, int]]) -> None:
+        self._events.append(record.SwappedIn(step=step_id, request=request_id, pairs=list(pairs)))
 
     def preempted(
         self,
@@ -220,6 +246,12 @@ class RecordingObserver(EngineObserver):
 
     def worker_copied(self, step_id: int, rank: int, pairs: Sequence[tuple[int, int]]) -> None:
         self._events.append(record.WorkerCopied(step=step_id, rank=rank, pairs=list(pairs)))
+
+    def worker_swapped_out(self, step_id: int, rank: int, pairs: Sequence[tuple[int, int]]) -> None:
+        self._events.append(record.WorkerSwappedOut(step=step_id, rank=rank, pairs=list(pairs)))
+
+    def worker_swapped_in(self, step_id: int, rank: int, pairs: Sequence[tuple[int, int]]) -> None:
+        self._events.append(record.WorkerSwappedIn(step=step_id, rank=rank, pairs=list(pairs)))
 
     def step_done(self, step_id: int) -> None:
         self._events.append(record.StepDone(step=step_id))

@@ -1,8 +1,8 @@
-"""Tensor-parallel engines that wait between trials for the next one that fits them.
+"""Engines that wait between trials for the next one that fits them.
 
-Starting worker processes, and torch in each of them, takes seconds; `LLM.reset` takes none, and an
-engine that was reset is as good as new. Engines with `worker_hooks` are never kept: what a hook has
-changed in a rank stays changed.
+Loading weights, probing for determinism and starting worker processes take seconds; `LLM.reset`
+takes none, and an engine that was reset is as good as new. Engines with `worker_hooks` are never
+kept: what a hook has changed in a rank stays changed.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class EnginePool:
                 return llm
         room = {
             "num_kv_blocks": max(_NUM_BLOCKS, config.num_kv_blocks),
+            "swap_space_blocks": max(_NUM_BLOCKS, config.swap_space_blocks or 0),
             "max_num_batched_tokens": max(_NUM_BATCHED_TOKENS, config.max_num_batched_tokens),
         }
         llm = LLM(**(arguments | room))
@@ -74,7 +75,9 @@ class EnginePool:
 
 
 def _can_be_kept(config: EngineConfig) -> bool:
-    return config.tensor_parallel_size > 1 and not config.worker_hooks
+    """The exact model in this process is built in no time; memory sizes cannot be changed."""
+    slow_to_build = config.tensor_parallel_size > 1 or not config.is_exact
+    return slow_to_build and not config.worker_hooks and config.swap_space_bytes is None
 
 
 def _fit(llm: LLM, config: EngineConfig) -> bool:

@@ -44,6 +44,8 @@ STATE_CHECK = "state_check"  # option debug_worker_state: workers compare with t
 POISON = "poison"
 TENSOR_PARALLEL = "tensor_parallel"
 PRIORITY = "priority"
+PARALLEL_SAMPLING = "parallel_sampling"  # several outputs of one prompt: `n`
+BEAM_SEARCH = "beam_search"
 
 CAPABILITIES = frozenset(
     {
@@ -70,6 +72,8 @@ CAPABILITIES = frozenset(
         STATE_CHECK,
         TENSOR_PARALLEL,
         PRIORITY,
+        PARALLEL_SAMPLING,
+        BEAM_SEARCH,
     }
 )
 

@@ -14,10 +14,14 @@ from preempt_harness.record import (
     Counters,
     Event,
     Finished,
+    Forked,
     Preempted,
     Scheduled,
     TokensDelivered,
     TrialRecord,
+    WorkerCopied,
+    WorkerSwappedIn,
+    WorkerSwappedOut,
 )
 
 COUNTER_INPUTS = {
@@ -28,8 +32,18 @@ COUNTER_INPUTS = {
     "num_generated_tokens": {"TokensDelivered"},
     "num_finished_requests": {"Finished"},
     "num_steps": {"Scheduled"},
+    "num_copied_blocks": {"WorkerCopied"},
+    "num_swapped_out_blocks": {"WorkerSwappedOut"},
+    "num_swapped_in_blocks": {"WorkerSwappedIn"},
 }
 """Counter -> the event types that the harness counts it from."""
+
+
+_COPY_COUNTERS: dict[type[Event], str] = {
+    WorkerCopied: "num_copied_blocks",
+    WorkerSwappedOut: "num_swapped_out_blocks",
+    WorkerSwappedIn: "num_swapped_in_blocks",
+}
 
 
 class Tally:
@@ -68,10 +82,16 @@ class Tally:
                 found = event.num_cached * self._block_size
                 self.cached_tokens[request] = found
                 self.values["num_cached_tokens"] += found
+        elif isinstance(event, Forked):
+            self._computed[event.child] = self._computed.get(event.parent, 0)
+            self._lost[event.child] = self._lost.get(event.parent, 0)
         elif isinstance(event, Preempted):
             self._preempt(event)
         elif isinstance(event, Finished):
             self.values["num_finished_requests"] += 1
+        elif isinstance(event, WorkerCopied | WorkerSwappedOut | WorkerSwappedIn):
+            own = 0 if event.rank else len(event.pairs)  # every rank makes the same copies
+            self.values[_COPY_COUNTERS[type(event)]] += own
 
     def _schedule(self, event: Scheduled) -> None:
         again = max(0, min(event.end, self._lost.get(event.seq, 0)) - event.start)

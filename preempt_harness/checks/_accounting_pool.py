@@ -97,7 +97,7 @@ def _follow(tables: SchedulerTables, event: object) -> None:
 
 
 def _judge_lists(state: PoolState, listing: Listing) -> None:
-    """Every block id stands in exactly one of the lists, or is referenced."""
+    """Every block id stands in exactly one of the lists, or is referenced; host blocks too."""
     lists = {
         "free": state.free,
         "cached": state.cached,
@@ -105,22 +105,34 @@ def _judge_lists(state: PoolState, listing: Listing) -> None:
         "fenced": state.fenced,
         "referenced": list(state.ref_counts),
     }
+    _judge_places("block", lists, state.num_blocks, state.step, listing)
+    host = {
+        "free": state.host_free,
+        "fenced": state.host_fenced,
+        "in use": [block for blocks in state.host_blocks.values() for block in blocks],
+    }
+    _judge_places("host block", host, state.num_host_blocks, state.step, listing)
+
+
+def _judge_places(
+    noun: str, lists: dict[str, list[int]], num_blocks: int, step: int, listing: Listing
+) -> None:
     places: dict[int, list[str]] = {}
     for name, blocks in lists.items():
         for block in blocks:
             places.setdefault(block, []).append(name)
-    for block in sorted(places.keys() | set(range(state.num_blocks))):
+    for block in sorted(places.keys() | set(range(num_blocks))):
         where = places.get(block, [])
-        if not 0 <= block < state.num_blocks:
-            what = f"block {block} is {where[0]}, but the pool has blocks 0 to "
-            what += str(state.num_blocks - 1)
+        if not 0 <= block < num_blocks:
+            what = f"{noun} {block} is {where[0]}, but the pool has blocks 0 to {num_blocks - 1}"
         elif not where:
-            what = f"block {block} is lost: neither free, cached, held, fenced nor referenced"
+            what = f"{noun} {block} is lost: neither {', '.join(list(lists)[:-1])} nor "
+            what += list(lists)[-1]
         elif len(where) > 1:
-            what = f"block {block} is {' and '.join(where)}; it can be one of these only, once"
+            what = f"{noun} {block} is {' and '.join(where)}; it can be one of these only, once"
         else:
             continue
-        listing.report(Code.ACC_POOL_LISTS, state.step, what, once=block, block=block)
+        listing.report(Code.ACC_POOL_LISTS, step, what, once=(noun, block), block=block)
 
 
 def _judge_references(state: PoolState, listing: Listing) -> None:
@@ -174,6 +186,8 @@ def _judge_end(state: PoolState, listing: Listing) -> None:
         "referenced blocks": sorted(state.ref_counts),
         "fenced blocks": state.fenced,
         "tables": sorted(state.tables),
+        "fenced host blocks": state.host_fenced,
+        "host blocks in use": sorted(state.host_blocks),
     }
     for name, what in left.items():
         if what:

@@ -19,6 +19,7 @@ from preempt_harness.record import (
     Scheduled,
     StepDone,
     StepLaunched,
+    TokensChosen,
     TokensDelivered,
     TrialRecord,
 )
@@ -61,7 +62,7 @@ class _Preemptions:
             self._branched.add(request_of(event.parent))
         elif isinstance(event, Arrived):
             self._num_tokens[f"{event.request}.0"] = len(event.prompt_token_ids)
-        elif isinstance(event, TokensDelivered):
+        elif isinstance(event, TokensDelivered | TokensChosen):
             self._num_tokens[event.seq] += len(event.token_ids)
         elif isinstance(event, Preempted):
             self._preempt(event)

@@ -291,13 +291,15 @@ def _at_limit(header: Header, spec: RequestSpec, num_output_tokens: int) -> bool
     if num_output_tokens >= spec.sampling.max_tokens:
         return True
     total = spec.num_prompt_tokens + num_output_tokens
-    if header.max_total_tokens is not None:
+    if header.max_total_tokens is not None and spec.sampling.num_sequences == 1:
         return total >= header.max_total_tokens
     model = header.config.get("max_model_len")
     if isinstance(model, int) and total >= model:
         return True
-    # An engine may keep one block for itself.
-    return total >= (header.num_blocks - 1) * header.block_size
+    # An engine may keep one block for itself; branches share the prompt and divide the rest.
+    shared = spec.num_prompt_tokens // header.block_size
+    own = max(0, header.num_blocks - 1 - shared) // spec.sampling.num_sequences
+    return total >= (shared + own) * header.block_size
 
 
 def _wrong_stop(spec: RequestSpec, output: SequenceOutput) -> Iterator[str]:

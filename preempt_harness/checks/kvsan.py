@@ -40,6 +40,7 @@ from preempt_harness.record import (
     Preempted,
     Resumed,
     Scheduled,
+    TokensChosen,
     TokensDelivered,
     TrialRecord,
     WorkerCopied,
@@ -95,6 +96,7 @@ class KVSan:
         self._crashed = False
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             Arrived: self._arrived,
+            TokensChosen: self._delivered,
             TokensDelivered: self._delivered,
             Preempted: self._preempted,
             Resumed: self._resumed,
@@ -211,7 +213,7 @@ class KVSan:
     def _arrived(self, event: Arrived) -> None:
         self._prompts[event.request] = event.prompt_token_ids
 
-    def _delivered(self, event: TokensDelivered) -> None:
+    def _delivered(self, event: TokensDelivered | TokensChosen) -> None:
         self._known(event.seq).extend(event.token_ids)
         for rank in self._ranks:
             rank.deliver(event.seq, event.token_ids)

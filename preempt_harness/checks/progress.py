@@ -65,7 +65,10 @@ def step_bounds(record: TrialRecord) -> StepBounds:
         num_blocks_for(spec.num_prompt_tokens + spec.sampling.max_tokens, chunk)
         for spec in specs.values()
     ]
-    work = sum(times) + sum(spec.sampling.max_tokens + _SPARE for spec in specs.values())
+    work = sum(times) + sum(
+        spec.sampling.max_tokens * num_blocks_for(spec.sampling.num_sequences, chunk) + _SPARE
+        for spec in specs.values()
+    )
     last_arrival = max((spec.arrival_step for spec in specs.values()), default=0)
     forced = sum(
         isinstance(event, Preempted) and event.reason == "forced" for event in record.events

@@ -17,8 +17,7 @@ from enum import StrEnum
 from preempt_harness.checks.delivery import workload_of
 from preempt_harness.checks.finding import CheckResult, Code, Listing
 from preempt_harness.checks.tables import first_difference
-from preempt_harness.record import Aborted, Header, Score, SequenceOutput, TrialRecord
-from preempt_harness.workload import RequestSpec
+from preempt_harness.record import Aborted, Score, SequenceOutput, TrialRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +98,6 @@ def compare_tokens(record: TrialRecord, tolerance: Tolerance | None = None) -> l
         by_prefix = (
             request in aborted or bool(result.error) or not (result.finished and reference.finished)
         )
-        # What has filled the pool ends there; the baseline had more room.
-        most_outputs = _most_outputs(record.header, specs[request])
         exact_only = record.header.batch_invariant or specs[request].sampling.temperature > 0
         for branch, (output, other) in enumerate(
             zip(result.outputs, reference.outputs, strict=False)
@@ -109,7 +106,7 @@ def compare_tokens(record: TrialRecord, tolerance: Tolerance | None = None) -> l
                 sequence=f"{request}.{branch}",
                 output=output,
                 baseline=other,
-                by_prefix=by_prefix or len(output.token_ids) == most_outputs,
+                by_prefix=by_prefix or _fills_the_pool(record, request, output),
                 exact_only=exact_only,
                 batch_invariant=record.header.batch_invariant,
                 gaps=baseline.logits_top2.get(request, []) if branch == 0 else [],
@@ -120,11 +117,12 @@ def compare_tokens(record: TrialRecord, tolerance: Tolerance | None = None) -> l
     return comparisons
 
 
-def _most_outputs(header: Header, spec: RequestSpec) -> int | None:
-    """Output tokens with which a request has filled model or pool; None if the engine is silent."""
-    if header.max_total_tokens is None:
-        return None
-    return header.max_total_tokens - spec.num_prompt_tokens
+def _fills_the_pool(record: TrialRecord, request: str, output: SequenceOutput) -> bool:
+    """The pool ended the output: with room it would have gone on."""
+    most = record.header.max_total_tokens
+    num_prompt_tokens = workload_of(record)[request].num_prompt_tokens
+    total = num_prompt_tokens + len(output.token_ids)
+    return most is not None and output.finish_reason == "length" and total >= most
 
 
 def check_tokens(record: TrialRecord, tolerance: Tolerance | None = None) -> CheckResult:

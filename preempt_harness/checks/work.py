@@ -157,19 +157,27 @@ def check_vain(record: TrialRecord) -> CheckResult:
     """A victim of a lack of blocks makes room: somebody gets blocks in the same step.
 
     A request that needs a block and is the least urgent itself is its own victim; nobody gains.
+    Blocks that are swapped out may be withheld until they are copied, so that they are had in the
+    next step.
     """
     listing = Listing()
     tables = SchedulerTables()
     steps: dict[int, _Taking] = {}
+    swapping: set[int] = set()
     for event in record.events:
         if isinstance(event, BlocksAllocated):
             tables.allocate(event)
-            steps.setdefault(event.step, _Taking()).takers.add(request_of(event.seq))
+            takers = steps.setdefault(event.step, _Taking()).takers
+            takers.add(request_of(event.seq))
+            if event.step - 1 in swapping:
+                steps[event.step - 1].takers.add(request_of(event.seq))
         elif isinstance(event, Preempted) and event.reason != "forced":
             lease = tables.leases.get(f"{event.request}.0")
             room = len(lease.blocks) * record.header.block_size if lease is not None else 0
             taking = steps.setdefault(event.step, _Taking())
             taking.victims[event.request] = event.num_tokens > room
+            if event.mode == "swap":
+                swapping.add(event.step)
         elif isinstance(event, BlocksFreed):
             tables.free(event)
         elif isinstance(event, Forked):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from preempt_engine.admission import Placement, num_blocks_to_admit
 from preempt_engine.block_manager import BlockManager, block_digest
 from preempt_engine.sequence import Sequence
 from preempt_engine.step import SequenceKey
@@ -119,9 +120,9 @@ def test_admission_counts_a_cached_hit_as_taken() -> None:
     blocks.free(compute(blocks, sequence("a", PROMPT[:8])))
     found = hits(blocks, PROMPT)
     assert len(found) == 2
-    assert blocks.can_admit(found, 12, num_spare_blocks=0)
-    assert not blocks.can_admit(found, 12, num_spare_blocks=1)
-    assert not blocks.can_admit(found, 13, num_spare_blocks=0)
+    assert num_blocks_to_admit([Placement(sequence("b", PROMPT), found)], blocks) == 3
+    longer = Placement(sequence("b", [*PROMPT, 20, 21, 22]), found)
+    assert num_blocks_to_admit([longer], blocks) == 4
 
 
 def test_fenced_blocks_wait_for_their_step() -> None:

@@ -49,6 +49,7 @@ def _items(draw: st.DrawFn, key: SequenceKey, known: bool) -> ScheduledSequence:
         reset=not known or draw(st.booleans()),
         new_token_ids=draw(st.lists(_IDS, max_size=3)),
         new_block_ids=draw(st.lists(_IDS, max_size=3)),
+        num_stale_blocks=draw(st.integers(0, 2)),
         full_logits=draw(st.booleans()),
     )
 
@@ -59,7 +60,14 @@ def _histories(draw: st.DrawFn) -> list[SchedulerOutput]:
     names = draw(st.lists(st.text(max_size=5), min_size=1, max_size=4, unique=True))
     known: set[SequenceKey] = set()
     steps = []
+    pairs = st.lists(st.tuples(_WORDS, _WORDS), max_size=3)
     for step_id in range(draw(st.integers(1, 4))):
+        parents = draw(st.lists(st.sampled_from(sorted(known)), max_size=3)) if known else []
+        forks = [
+            (parent, SequenceKey(parent.request_id, 10 * (step_id + 1) + index))
+            for index, parent in enumerate(parents)
+        ]
+        known |= {child for _, child in forks}
         dropped = draw(st.lists(st.sampled_from(sorted(known)), unique=True)) if known else []
         known -= set(dropped)
         keys = draw(
@@ -78,10 +86,13 @@ def _histories(draw: st.DrawFn) -> list[SchedulerOutput]:
         steps.append(
             SchedulerOutput(
                 step_id=step_id,
+                forks=forks,
                 dropped=dropped,
                 poison_block_ids=draw(st.lists(_WORDS, max_size=3)),
-                block_copies=draw(st.lists(st.tuples(_WORDS, _WORDS), max_size=3)),
+                swap_in=draw(pairs),
+                block_copies=draw(pairs),
                 scheduled=scheduled,
+                swap_out=draw(pairs),
                 state_check=check,
             )
         )
@@ -106,14 +117,18 @@ def test_no_field_of_a_step_is_left_behind() -> None:
         reset=True,
         new_token_ids=[4],
         new_block_ids=[5],
+        num_stale_blocks=1,
         full_logits=False,
     )
     step = SchedulerOutput(
         step_id=1,
+        forks=[(SequenceKey("b", 1), SequenceKey("b", 2))],
         dropped=[SequenceKey("b", 1)],
         poison_block_ids=[6],
+        swap_in=[(1, 2)],
         block_copies=[(7, 8)],
         scheduled=[item],
+        swap_out=[(3, 4)],
         state_check=StateCheck(1, [9]),
     )
     for message, empty in ((step, SchedulerOutput(0)), (item, None)):
@@ -207,7 +222,7 @@ def test_what_is_no_frame_is_refused() -> None:
 def test_a_configuration_arrives_whole_and_is_validated() -> None:
     config = EngineConfig(model="exact", tensor_parallel_size=2, worker_hooks=("a:b",), seed=-1)
     assert decode_body(encode_body(Init(config, 5)), Init) == Init(config, 5)
-    ready = encode_body(Ready(1, 2, 3, [4]))
+    ready = encode_body(Ready(1, 2, 3, 4, [5]))
     with pytest.raises(WireProtocolError, match="Init"):
         decode_body(ready, Init)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from preempt_engine import LLM, SamplingParams
 from preempt_engine.observer import EngineObserver
-
 from preempt_harness.admission import AdmissionModel, PredictedPreemption
 from preempt_harness.workload import SamplingSpec, Workload
 

@@ -41,7 +41,7 @@ def assert_views_are_the_engines(views: RequestViews, session: EmbeddedSession) 
         assert view.num_computed_tokens == request.sequence.num_computed_tokens
         assert view.num_preemptions == request.num_preemptions
         if view.status == "running":
-            assert view.num_chunks == request.num_chunks
+            assert view.num_chunks == request.sequence.num_chunks
 
 
 @settings(max_examples=20)

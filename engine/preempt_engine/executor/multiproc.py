@@ -47,6 +47,7 @@ class MultiprocExecutor:
 
     Attributes:
         num_kv_blocks: size of the pool, the same on every rank.
+        num_host_blocks: size of the swap space, the same on every rank.
         vocab_size: columns of the logits.
         max_model_len: most tokens of a sequence.
         eos_token_ids: ids that end a generation.
@@ -63,6 +64,7 @@ class MultiprocExecutor:
         self._sent: deque[SchedulerOutput] = deque()
         ready = self._start(config)
         self.num_kv_blocks = ready.num_kv_blocks
+        self.num_host_blocks = ready.num_host_blocks
         self.vocab_size = ready.vocab_size
         self.max_model_len = ready.max_model_len
         self.eos_token_ids = frozenset(ready.eos_token_ids)

@@ -20,6 +20,7 @@ class Runner(Protocol):
     rank: int
     state: WorkerState
     num_kv_blocks: int
+    num_host_blocks: int
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
@@ -40,6 +41,7 @@ class Executor(Protocol):
     """
 
     num_kv_blocks: int
+    num_host_blocks: int
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]

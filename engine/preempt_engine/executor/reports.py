@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from preempt_engine.executor.wire import ComputedReport, CopiedReport, PoisonedReport, Report
+from preempt_engine.executor.wire import (
+    ComputedReport,
+    CopiedReport,
+    PoisonedReport,
+    Report,
+    SwappedInReport,
+    SwappedOutReport,
+)
 from preempt_engine.observer import EngineObserver
 from preempt_engine.step import SequenceKey
 
@@ -48,3 +55,9 @@ class ReportCollector(EngineObserver):
 
     def worker_copied(self, step_id: int, rank: int, pairs: Sequence[tuple[int, int]]) -> None:
         self._reports.append(CopiedReport(list(pairs)))
+
+    def worker_swapped_out(self, step_id: int, rank: int, pairs: Sequence[tuple[int, int]]) -> None:
+        self._reports.append(SwappedOutReport(list(pairs)))
+
+    def worker_swapped_in(self, step_id: int, rank: int, pairs: Sequence[tuple[int, int]]) -> None:
+        self._reports.append(SwappedInReport(list(pairs)))

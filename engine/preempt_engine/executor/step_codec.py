@@ -5,10 +5,13 @@ that computes one token, as decoding ones do, then costs 16 bytes whatever its l
 and re-prefilled sequences carry their token ids. Encoder and decoder keep the handles; both see
 every step, in order.
 
-    header   step  flags  singles  others  dropped  poison  copies  name bytes
+    header   step  flags  singles  others  forks  dropped  poison  swap in  copies  swap out
+             name bytes
     singles  4 words each:  handle  start  new token  new block
-    others   10 words each, then all their token ids, then all their block ids
-    dropped  1 word each: handle        poison  1 word each        copies  2 words each
+    others   11 words each, then all their token ids, then all their block ids
+    forks    3 words each:  parent's handle  child's handle  child's branch
+    dropped  1 word each: handle        poison  1 word each
+    swap in, copies, swap out  2 words each
     check    number of sequences, then 1 word per scheduled sequence; only with its flag
     names    UTF-8, one after another
 
@@ -23,9 +26,10 @@ from collections.abc import Sequence
 from preempt_engine.errors import WireProtocolError
 from preempt_engine.step import ScheduledSequence, SchedulerOutput, SequenceKey, StateCheck
 
-_NUM_COUNTS = 8
+_NUM_COUNTS = 11
 _SINGLE_WORDS = 4
-_OTHER_WORDS = 10
+_OTHER_WORDS = 11
+_FORK_WORDS = 3
 
 # Flags of the step.
 _REPORT = 1
@@ -59,6 +63,7 @@ class StepEncoder:
             step: to send.
             report: ask the workers for what their runners tell an observer.
         """
+        forks = [word for parent, child in step.forks for word in self._fork(parent, child)]
         dropped = [self._handles.pop(key) for key in step.dropped]
         singles: list[int] = []
         others: list[int] = []
@@ -78,22 +83,36 @@ class StepEncoder:
             report * _REPORT | (check is not None) * _CHECKED,
             len(singles) // _SINGLE_WORDS,
             len(others) // _OTHER_WORDS,
+            len(step.forks),
             len(dropped),
             len(step.poison_block_ids),
+            len(step.swap_in),
             len(step.block_copies),
+            len(step.swap_out),
             sum(map(len, names)),
             *singles,
             *others,
             *token_ids,
             *block_ids,
+            *forks,
             *dropped,
             *step.poison_block_ids,
         ]
-        for pair in step.block_copies:
-            words += pair
+        for pairs in (step.swap_in, step.block_copies, step.swap_out):
+            for pair in pairs:
+                words += pair
         if check is not None:
             words += (check.num_sequences, *check.checksums)
         return struct.pack(f"<{len(words)}I", *words) + b"".join(names)
+
+    def _fork(self, parent: SequenceKey, child: SequenceKey) -> tuple[int, int, int]:
+        return self._handles[parent], self._new_handle(child), child.branch
+
+    def _new_handle(self, key: SequenceKey) -> int:
+        handle = self._handles[key] = self._next_handle
+        self._next_handle += 1
+        assert self._next_handle <= _HANDLE
+        return handle
 
     def _add_single(self, singles: list[int], item: ScheduledSequence) -> None:
         handle = self._handles[item.key]
@@ -112,9 +131,7 @@ class StepEncoder:
             name = item.key.request_id.encode()
             names.append(name)
             if item.key not in self._handles:
-                self._handles[item.key] = self._next_handle
-                self._next_handle += 1
-                assert self._next_handle <= _HANDLE
+                self._new_handle(item.key)
         return (
             self._handles[item.key],
             item.start,
@@ -123,6 +140,7 @@ class StepEncoder:
             item.reset * _RESET | item.full_logits * _FULL_LOGITS,
             len(item.new_token_ids),
             len(item.new_block_ids),
+            item.num_stale_blocks,
             item.key.branch,
             len(name),
         )
@@ -135,6 +153,7 @@ def _is_single(item: ScheduledSequence) -> bool:
         and item.start <= item.logits_start <= item.end
         and len(item.new_token_ids) <= 1
         and len(item.new_block_ids) <= 1
+        and not item.num_stale_blocks
     )
 
 
@@ -155,22 +174,25 @@ class StepDecoder:
             WireProtocolError: the body is no step, or names a sequence that was never sent.
         """
         reader = _Reader(body)
-        step_id, flags, num_singles, num_others, num_dropped, num_poison, num_copies, num_name = (
-            reader.words(_NUM_COUNTS)
-        )
+        step_id, flags, num_singles, num_others, num_forks, *counts = reader.words(_NUM_COUNTS)
+        num_dropped, num_poison, num_swap_in, num_copies, num_swap_out, num_name = counts
         reader.take_names(num_name)
         singles = reader.words(num_singles * _SINGLE_WORDS)
         others = reader.words(num_others * _OTHER_WORDS)
         num_token_ids, num_block_ids = sum(others[6::_OTHER_WORDS]), sum(others[7::_OTHER_WORDS])
         token_ids, block_ids = reader.words(num_token_ids), reader.words(num_block_ids)
+        forks = self._forks(reader.words(num_forks * _FORK_WORDS))
         dropped = [self._forget(handle) for handle in reader.words(num_dropped)]
         scheduled = self._others(others, list(token_ids), list(block_ids), reader)
         step = SchedulerOutput(
             step_id=step_id,
+            forks=forks,
             dropped=dropped,
             poison_block_ids=list(reader.words(num_poison)),
+            swap_in=_pairs(reader.words(2 * num_swap_in)),
             block_copies=_pairs(reader.words(2 * num_copies)),
             scheduled=self._in_rows(scheduled, singles, num_singles + num_others),
+            swap_out=_pairs(reader.words(2 * num_swap_out)),
         )
         if flags & _CHECKED:
             (num_sequences,) = reader.words(1)
@@ -178,6 +200,15 @@ class StepDecoder:
             step.state_check = StateCheck(num_sequences, checksums)
         reader.expect_end()
         return step, bool(flags & _REPORT)
+
+    def _forks(self, words: Sequence[int]) -> list[tuple[SequenceKey, SequenceKey]]:
+        forks = []
+        for index in range(0, len(words), _FORK_WORDS):
+            parent_handle, child_handle, branch = words[index : index + _FORK_WORDS]
+            parent = self._key(parent_handle)
+            child = self._keys[child_handle] = SequenceKey(parent.request_id, branch)
+            forks.append((parent, child))
+        return forks
 
     def _others(
         self,
@@ -190,9 +221,10 @@ class StepDecoder:
         scheduled: dict[int, ScheduledSequence] = {}
         first_token = first_block = 0
         for index in range(0, len(words), _OTHER_WORDS):
-            row, handle, start, end, logits_start, flags, num_tokens, num_blocks, branch, length = (
-                words[index : index + _OTHER_WORDS]
-            )
+            row, handle, start, end, logits_start, flags, *counts = words[
+                index : index + _OTHER_WORDS
+            ]
+            num_tokens, num_blocks, num_stale_blocks, branch, length = counts
             if flags & _RESET:
                 self._keys[handle] = SequenceKey(reader.name(length), branch)
             last_token, last_block = first_token + num_tokens, first_block + num_blocks
@@ -204,6 +236,7 @@ class StepDecoder:
                 reset=bool(flags & _RESET),
                 new_token_ids=token_ids[first_token:last_token],
                 new_block_ids=block_ids[first_block:last_block],
+                num_stale_blocks=num_stale_blocks,
                 full_logits=bool(flags & _FULL_LOGITS),
             )
             first_token, first_block = last_token, last_block

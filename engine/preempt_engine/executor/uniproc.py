@@ -29,6 +29,7 @@ class UniprocExecutor:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.num_kv_blocks = runner.num_kv_blocks
+        self.num_host_blocks = runner.num_host_blocks
         self.vocab_size = runner.vocab_size
         self.max_model_len = runner.max_model_len
         self.eos_token_ids = runner.eos_token_ids

@@ -115,6 +115,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True):
     """What a runner says of itself."""
 
     num_kv_blocks: int
+    num_host_blocks: int
     vocab_size: int
     max_model_len: int
     eos_token_ids: list[int]
@@ -205,7 +206,25 @@ class CopiedReport(msgspec.Struct, frozen=True, array_like=True, tag="copied"):
         observer.worker_copied(step_id, rank, self.pairs)
 
 
-Report = ComputedReport | PoisonedReport | CopiedReport
+class SwappedOutReport(msgspec.Struct, frozen=True, array_like=True, tag="swapped_out"):
+    """`EngineObserver.worker_swapped_out` in a worker."""
+
+    pairs: list[tuple[int, int]]
+
+    def replay(self, observer: EngineObserver, step_id: int, rank: int) -> None:
+        observer.worker_swapped_out(step_id, rank, self.pairs)
+
+
+class SwappedInReport(msgspec.Struct, frozen=True, array_like=True, tag="swapped_in"):
+    """`EngineObserver.worker_swapped_in` in a worker."""
+
+    pairs: list[tuple[int, int]]
+
+    def replay(self, observer: EngineObserver, step_id: int, rank: int) -> None:
+        observer.worker_swapped_in(step_id, rank, self.pairs)
+
+
+Report = ComputedReport | PoisonedReport | CopiedReport | SwappedOutReport | SwappedInReport
 
 
 @dataclass(slots=True, frozen=True)

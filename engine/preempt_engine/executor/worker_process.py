@@ -149,6 +149,7 @@ class Worker:
         run_worker_hooks(init.config.worker_hooks, runner)
         ready = Ready(
             num_kv_blocks=runner.num_kv_blocks,
+            num_host_blocks=runner.num_host_blocks,
             vocab_size=runner.vocab_size,
             max_model_len=runner.max_model_len,
             eos_token_ids=sorted(runner.eos_token_ids),

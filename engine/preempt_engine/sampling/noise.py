@@ -43,7 +43,7 @@ def uniform_noise(
     import numpy as np
 
     # Integers hold no ":", and the purpose stands last: different keys, different texts.
-    text = f"{seed}:{branch}:{position}:{purpose}".encode()
+    text = f"{branch_seed(seed, branch)}:{position}:{purpose}".encode()
     digest = hashlib.blake2b(text, digest_size=16, person=b"preempt-noise").digest()
     raw = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(size)
     # The upper 52 bits, moved half a step off zero; every value is exact in float64.
@@ -68,6 +68,23 @@ def gumbel(uniform: NDArray[np.float64]) -> NDArray[np.float64]:
     noise = -np.log(uniform)
     np.log(noise, out=noise)  # in place: vocabularies are long
     return np.negative(noise, out=noise)
+
+
+def branch_seed(seed: int, branch: int) -> int:
+    """Seed with which a request of its own would draw the noise of one branch of another.
+
+    With `SamplingParams(n=...)`, branch `i` of a request with seed `s` gives the tokens of a
+    request with `n=1` and seed `branch_seed(s, i)`.
+
+    Args:
+        seed: of the request; any integer.
+        branch: index of the branch; branch 0 has the request's own seed.
+    """
+    if branch == 0:
+        return seed
+    text = f"{seed}:{branch}".encode()
+    digest = hashlib.blake2b(text, digest_size=8, person=b"preempt-branch").digest()
+    return int.from_bytes(digest, "little")
 
 
 def derive_seed(engine_seed: int, arrival_index: int) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from preempt_engine.errors import ConfigError
 
 # What does not change which token a greedy choice takes.
 _GREEDY_IGNORES = frozenset(
     {
+        "n",
         "temperature",
         "top_p",
         "top_k",
@@ -28,6 +31,7 @@ class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
 
     Attributes:
+        n: outputs per prompt, each a branch with noise of its own (`noise.branch_seed`).
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_p: keep the smallest set of tokens whose probability reaches it, in (0, 1].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
@@ -43,6 +47,7 @@ class SamplingParams:
             None reports nothing.
     """
 
+    n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -64,6 +69,11 @@ class SamplingParams:
         self._validate()
 
     @property
+    def num_sequences(self) -> int:
+        """Sequences that the request runs at once."""
+        return self.n
+
+    @property
     def greedy(self) -> bool:
         """True when no noise takes part."""
         return self.temperature == 0.0
@@ -83,6 +93,7 @@ class SamplingParams:
 
     def _validate(self) -> None:
         checks = (
+            (self.n >= 1, "n", "1 or more"),
             (self.temperature >= 0, "temperature", "0 or more"),
             (0 < self.top_p <= 1, "top_p", "in (0, 1]"),
             (self.top_k >= 0, "top_k", "0, -1 or a positive integer"),
@@ -92,9 +103,72 @@ class SamplingParams:
             (self.logprobs is None or self.logprobs >= 0, "logprobs", "None, 0 or more"),
             (all(self.stop), "stop", "strings that are not empty"),
         )
-        for valid, name, expected in checks:
-            if not valid:
-                raise ConfigError(
-                    f"SamplingParams({name}={getattr(self, name)!r}) is out of range.",
-                    f"{name} must be {expected}.",
-                )
+        _raise_first_invalid(self, checks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """How beams are searched; the meaning of each parameter is that of transformers.
+
+    Attributes:
+        beam_width: beams, and outputs, of a prompt (transformers: `num_beams`).
+        max_tokens: most output tokens, at least 1 (`max_new_tokens`).
+        length_penalty: outputs are ranked by their sum of log probabilities divided by
+            length ** length_penalty; above 0 prefers long ones.
+        early_stopping: True ends as soon as `beam_width` outputs are complete; False when the
+            best beam, judged at its present length, ranks below them; "never" when it must.
+        ignore_eos: the end-of-sequence token does not end a beam.
+        stop_token_ids: ids that end a beam; the id itself is part of `token_ids`.
+    """
+
+    beam_width: int
+    max_tokens: int = 16
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        checks = (
+            (self.beam_width >= 1, "beam_width", "1 or more"),
+            (self.max_tokens >= 1, "max_tokens", "1 or more"),
+            (
+                isinstance(self.early_stopping, bool) or self.early_stopping == "never",
+                "early_stopping",
+                'True, False or "never"',
+            ),
+        )
+        _raise_first_invalid(self, checks)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that the request runs at once."""
+        return self.beam_width
+
+    @property
+    def argmax_suffices(self) -> bool:
+        """False: a search ranks the continuations of all beams."""
+        return False
+
+    @property
+    def for_output(self) -> SamplingParams:
+        """How the tokens of a finished beam are reported: with the log probability of each."""
+        return SamplingParams(
+            n=self.beam_width,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            stop_token_ids=self.stop_token_ids,
+            logprobs=0,
+        )
+
+
+def _raise_first_invalid(
+    params: SamplingParams | BeamSearchParams, checks: Iterable[tuple[bool, str, str]]
+) -> None:
+    for valid, name, expected in checks:
+        if not valid:
+            raise ConfigError(
+                f"{type(params).__name__}({name}={getattr(params, name)!r}) is out of range.",
+                f"{name} must be {expected}.",
+            )

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from preempt_engine.attention.protocol import LayerKVCache
-from preempt_engine.config import DEFAULT_CPU_KV_BYTES, EngineConfig
+from preempt_engine.config import (
+    DEFAULT_CPU_KV_BYTES,
+    DEFAULT_CPU_SWAP_SPACE_BYTES,
+    DEFAULT_SWAP_SPACE_BYTES,
+    EngineConfig,
+)
 from preempt_engine.errors import ConfigError
 from preempt_engine.models.config import ModelConfig
 
@@ -71,6 +76,17 @@ def choose_num_blocks(
     return num_blocks
 
 
+def choose_num_host_blocks(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Blocks of the swap space."""
+    on_cpu = device.type == "cpu"
+    return config.num_host_blocks(
+        bytes_per_block(model, config.block_size, dtype),
+        default_bytes=DEFAULT_CPU_SWAP_SPACE_BYTES if on_cpu else DEFAULT_SWAP_SPACE_BYTES,
+    )
+
+
 class KVCache:
     """Keys and values of every layer in one allocation.
 
@@ -82,7 +98,8 @@ class KVCache:
         device: where they live.
 
     Attributes:
-        layers: one `LayerKVCache` per layer, views of the allocation.
+        pool: the allocation, [layers, 2, num_blocks, block_size, H, D].
+        layers: one `LayerKVCache` per layer, views of it.
 
     Raises:
         ConfigError: the device has not that much memory.
@@ -106,30 +123,30 @@ class KVCache:
             model.head_dim,
         )
         try:
-            self._pool = _zeros(shape, dtype, device)  # [layers, 2, num_blocks, block_size, H, D]
+            self.pool = _zeros(shape, dtype, device)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise ConfigError(
                 f"The device {device} cannot hold {num_blocks} KV blocks of "
                 f"{bytes_per_block(model, block_size, dtype)} bytes.",
                 "Lower num_kv_blocks, kv_cache_memory_bytes or gpu_memory_utilization.",
             ) from error
-        self.layers = [LayerKVCache(layer[0], layer[1]) for layer in self._pool]
+        self.layers = [LayerKVCache(layer[0], layer[1]) for layer in self.pool]
 
     def poison(self, block_ids: Sequence[int]) -> None:
         """Fill whole blocks with a large finite value."""
-        self._pool.index_fill_(2, self._index(block_ids), POISON)
+        self.pool.index_fill_(2, self._index(block_ids), POISON)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination); every source is read before any write."""
-        sources = self._pool.index_select(2, self._index([source for source, _ in pairs]))
-        self._pool.index_copy_(2, self._index([target for _, target in pairs]), sources)
+        sources = self.pool.index_select(2, self._index([source for source, _ in pairs]))
+        self.pool.index_copy_(2, self._index([target for _, target in pairs]), sources)
 
     def clear(self) -> None:
         """Zeros again, as in a new cache."""
-        self._pool.zero_()
+        self.pool.zero_()
 
     def _index(self, block_ids: Sequence[int]) -> Tensor:
-        return torch.tensor(block_ids, dtype=torch.int64, device=self._pool.device)
+        return torch.tensor(block_ids, dtype=torch.int64, device=self.pool.device)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -23,9 +23,10 @@ from preempt_engine.models.sharding import ModelShard
 from preempt_engine.observer import EngineObserver
 from preempt_engine.step import SchedulerOutput
 from preempt_engine.worker.determinism import ProbeSetting, choose_row_plan
-from preempt_engine.worker.kv_cache import KVCache, choose_num_blocks
+from preempt_engine.worker.kv_cache import KVCache, choose_num_blocks, choose_num_host_blocks
 from preempt_engine.worker.state import WorkerState
 from preempt_engine.worker.step_inputs import StepInputs, build_step_inputs
+from preempt_engine.worker.swap_space import SwapSpace
 from preempt_engine.worker.torch_logits import TorchLogits
 
 _SINGLE_RANK = SingleRank()
@@ -44,6 +45,7 @@ class ModelRunner:
         shard: this rank's part of it.
         rank: tensor parallel rank.
         num_kv_blocks: size of the pool.
+        num_host_blocks: size of the swap space.
         vocab_size: columns of the logits.
         max_model_len: most positions of a sequence.
         eos_token_ids: ids that end a generation.
@@ -87,6 +89,10 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
         )
+        self.num_host_blocks = parallel.minimum(
+            choose_num_host_blocks(config, self.shard.local, self.dtype, self.device)
+        )
+        self._swap_space: SwapSpace | None = SwapSpace(self._kv_cache.pool, self.num_host_blocks)
         self.state = WorkerState(config.block_size)
 
     @torch.inference_mode()
@@ -100,11 +106,11 @@ class ModelRunner:
         Raises:
             EngineClosedError: after `close`.
         """
-        if self._model is None or self._kv_cache is None:
+        if self._model is None or self._kv_cache is None or self._swap_space is None:
             raise EngineClosedError("The model runner is closed.", "Build a new engine.")
         # 1. Memory: what the worker knows, then what lies in the blocks.
         self.state.apply(step)
-        self._move_blocks(step, self._kv_cache)
+        self._move_blocks(step, self._kv_cache, self._swap_space)
         if not step.scheduled:
             return TorchLogits(torch.empty(0, self.vocab_size, device=self.device))
         # 2. Tensors.
@@ -136,6 +142,7 @@ class ModelRunner:
             self.parallel.close()
         self._model = None
         self._kv_cache = None
+        self._swap_space = None
         self.reset()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -172,11 +179,20 @@ class ModelRunner:
         )
         return row_plan, make_attention(row_plan)
 
-    def _move_blocks(self, step: SchedulerOutput, kv_cache: KVCache) -> None:
+    def _move_blocks(self, step: SchedulerOutput, kv_cache: KVCache, swap_space: SwapSpace) -> None:
+        swap_space.wait()
+        if step.swap_out:
+            swap_space.swap_out(step.swap_out)
+            if self.observer is not None:
+                self.observer.worker_swapped_out(step.step_id, self.rank, list(step.swap_out))
         if step.poison_block_ids:
             kv_cache.poison(step.poison_block_ids)
             if self.observer is not None:
                 self.observer.blocks_poisoned(step.step_id, self.rank, list(step.poison_block_ids))
+        if step.swap_in:
+            swap_space.swap_in(step.swap_in)
+            if self.observer is not None:
+                self.observer.worker_swapped_in(step.step_id, self.rank, list(step.swap_in))
         if step.block_copies:
             kv_cache.copy_blocks(step.block_copies)
             if self.observer is not None:

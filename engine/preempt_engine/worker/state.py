@@ -44,12 +44,17 @@ class WorkerState:
         Raises:
             WorkerStateDriftError: the step carries a state check that does not hold.
         """
+        for parent, child in step.forks:
+            known = self.sequences[parent]
+            self.sequences[child] = WorkerSequence(list(known.token_ids), list(known.block_table))
         for key in step.dropped:
             self.sequences.pop(key, None)
         for item in step.scheduled:
             if item.reset:
                 self.sequences[item.key] = WorkerSequence()
             sequence = self.sequences[item.key]
+            if item.num_stale_blocks:
+                del sequence.block_table[-item.num_stale_blocks :]
             sequence.token_ids.extend(item.new_token_ids)
             sequence.block_table.extend(item.new_block_ids)
         if step.state_check is not None:

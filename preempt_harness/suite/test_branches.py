@@ -1,0 +1,142 @@
+"""Requests of several sequences, several outputs (n) and beams: the request is the unit."""
+
+from __future__ import annotations
+
+import pytest
+
+from preempt_harness.harness import PreemptHarness
+from preempt_harness.suite.shapes import block_size, companions, request, together
+from preempt_harness.workload import BeamSpec
+
+PARALLEL = pytest.mark.preempt_requires("parallel_sampling", "preempt", "stepped")
+BEAMS = pytest.mark.preempt_requires("beam_search", "preempt", "stepped")
+MODES = pytest.mark.parametrize("mode", ["recompute", "swap"])
+OFFSETS = pytest.mark.parametrize("offset", [-1, 0, 1], ids=["minus-1", "exact", "plus-1"])
+
+
+def require_mode(preempt: PreemptHarness, mode: str) -> None:
+    """Skip where the engine does not preempt in this way."""
+    if mode not in preempt.adapter.capabilities:
+        pytest.skip(f"engine {preempt.adapter.name} lacks {mode}")
+
+
+@PARALLEL
+@MODES
+@OFFSETS
+@pytest.mark.parametrize("n", [2, 3])
+def test_outputs_that_share_a_prompt(
+    preempt: PreemptHarness, n: int, offset: int, mode: str
+) -> None:
+    """The last block of the prompt is shared until a branch writes to it, unless it is full."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "victim", 2 * block + offset, 3 * block, n=n, temperature=1.0, seed=n + 1),
+        companions(preempt, block),
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt:victim@step={block + 1}:{mode}/preempt:victim@step={2 * block + 2}:{mode}",
+        block_size=block,
+    )
+    result.assert_preempted(request="victim", mode=mode, at_least=2)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@PARALLEL
+@MODES
+def test_outputs_of_unequal_length(preempt: PreemptHarness, mode: str) -> None:
+    """Branches end at different times; those that are left come back without the others."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    stops = tuple(range(4, max(6, preempt.vocab_size // 8)))
+    workload = together(
+        request(
+            preempt,
+            "victim",
+            2 * block + 1,
+            6 * block,
+            n=3,
+            temperature=1.0,
+            seed=5,
+            stop_token_ids=stops,
+            min_tokens=2,
+        ),
+        companions(preempt, block),
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt:victim@step=2:{mode}/preempt:victim@step=6:{mode}",
+        block_size=block,
+    )
+    result.assert_preempted(request="victim", mode=mode)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@PARALLEL
+@MODES
+def test_several_requests_of_several_outputs_in_a_small_pool(
+    preempt: PreemptHarness, mode: str
+) -> None:
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    workload = together(
+        [
+            request(preempt, f"r{i}", block + i, 4 * block, n=2, temperature=1.0, seed=i)
+            for i in range(3)
+        ]
+    )
+    # Alone a request needs at most 11 blocks; three of them need 30.
+    result = preempt.run(
+        workload,
+        16,
+        block_size=block,
+        options={"preemption_mode": mode} if "swap" in preempt.adapter.capabilities else {},
+    )
+    result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@BEAMS
+@MODES
+@OFFSETS
+def test_beams(preempt: PreemptHarness, offset: int, mode: str) -> None:
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "victim", 2 * block + offset, 3 * block, beam=BeamSpec(num_beams=3)),
+        companions(preempt, block),
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt:victim@step={block}:{mode}/preempt:victim@step={2 * block + 1}:{mode}",
+        block_size=block,
+    )
+    result.assert_preempted(request="victim", mode=mode, at_least=2)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@BEAMS
+@MODES
+def test_beams_in_a_small_pool(preempt: PreemptHarness, mode: str) -> None:
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    workload = together(
+        [
+            request(preempt, f"r{i}", block + i, 4 * block, beam=BeamSpec(num_beams=2))
+            for i in range(3)
+        ]
+    )
+    result = preempt.run(
+        workload,
+        16,
+        block_size=block,
+        options={"preemption_mode": mode} if "swap" in preempt.adapter.capabilities else {},
+    )
+    result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean()

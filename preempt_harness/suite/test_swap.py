@@ -1,0 +1,172 @@
+"""Preemption by swap: blocks go to host memory and come back, or cannot, and nobody is hurt."""
+
+from __future__ import annotations
+
+import pytest
+
+from preempt_harness.harness import PreemptHarness
+from preempt_harness.suite.shapes import block_size, companions, request, together
+from preempt_harness.suite.test_phases import PHASES
+
+pytestmark = pytest.mark.preempt_requires("swap")
+
+FORCED = pytest.mark.preempt_requires("preempt", "stepped")
+
+
+def swapped(plan: str) -> str:
+    """The same plan with every preemption by swap."""
+    return "/".join(f"{action}:swap" for action in plan.split("/"))
+
+
+def space(blocks: int | None = None) -> dict[str, object]:
+    """Options that make swap the engine's own mode, with so many host blocks."""
+    sized = {} if blocks is None else {"swap_space_blocks": blocks}
+    return {"preemption_mode": "swap", **sized}
+
+
+@FORCED
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["cache", "no-cache"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_swapped_out_in(preempt: PreemptHarness, phase: str, prefix_caching: bool) -> None:
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "victim", 8 * block, 3 * block), companions(preempt, block)
+    )
+    result = preempt.run(
+        workload,
+        plan=swapped(PHASES[phase]),
+        block_size=block,
+        max_num_batched_tokens=2 * block,
+        enable_prefix_caching=prefix_caching,
+    )
+    result.assert_preempted(request="victim", mode="swap", phase=phase)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@FORCED
+@pytest.mark.parametrize("offset", [-1, 0, 1], ids=["minus-1", "exact", "plus-1"])
+def test_swapped_out_at_a_boundary(preempt: PreemptHarness, offset: int) -> None:
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "victim", 2 * block + 1, 4 * block), companions(preempt, block)
+    )
+    result = preempt.run(
+        workload, plan=f"preempt:victim@computed={4 * block + offset}:swap", block_size=block
+    )
+    result.assert_preempted(request="victim", mode="swap")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.parametrize("chunk_blocks", [1, 64], ids=["chunk-1", "whole"])
+def test_tight_pool(preempt: PreemptHarness, chunk_blocks: int) -> None:
+    block = block_size(preempt)
+    workload = together(
+        [request(preempt, f"r{index}", (index + 1) * block, 6 * block) for index in range(4)]
+    )
+    result = preempt.run(
+        workload,
+        "tight",
+        block_size=block,
+        max_num_batched_tokens=chunk_blocks * block + 4,
+        options=space(),
+    )
+    result.assert_preempted(mode="swap")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 4], ids=["none", "one-block", "some"])
+def test_too_little_swap_space(preempt: PreemptHarness, blocks: int) -> None:
+    """What cannot be swapped out is recomputed; the engine lives."""
+    block = block_size(preempt)
+    workload = together(
+        [request(preempt, f"r{index}", 2 * block + index, 6 * block) for index in range(4)]
+    )
+    result = preempt.run(workload, "tight", block_size=block, options=space(blocks))
+    result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@FORCED
+def test_swap_and_recompute_in_one_run(preempt: PreemptHarness) -> None:
+    block = block_size(preempt)
+    workload = together(
+        [request(preempt, f"r{index}", 3 * block + index, 4 * block) for index in range(4)]
+    )
+    result = preempt.run(
+        workload,
+        plan="preempt:r0@out=3:swap/preempt:r1@out=3/preempt:r2@out=5:swap/preempt:r0@out=9",
+        block_size=block,
+    )
+    result.assert_preempted(mode="swap", at_least=2)
+    result.assert_preempted(mode="recompute", at_least=2)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@FORCED
+def test_swapped_out_twice(preempt: PreemptHarness) -> None:
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "victim", 3 * block + 1, 4 * block), companions(preempt, block)
+    )
+    result = preempt.run(
+        workload, plan="preempt:victim@out=2:swap/preempt:victim@resume=1:swap", block_size=block
+    )
+    result.assert_preempted(request="victim", mode="swap", at_least=2)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@FORCED
+def test_all_at_once(preempt: PreemptHarness) -> None:
+    block = block_size(preempt)
+    workload = together(
+        [request(preempt, f"r{index}", 3 * block + index, 3 * block) for index in range(4)]
+    )
+    result = preempt.run(workload, plan="preempt-all@out=3:swap", block_size=block)
+    result.assert_preempted(mode="swap", at_least=3)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@FORCED
+@pytest.mark.preempt_requires("abort")
+def test_aborted_while_swapped_out(preempt: PreemptHarness) -> None:
+    block = block_size(preempt)
+    prompt = preempt.prompts.take(3 * block)
+    workload = together(
+        request(preempt, "victim", prompt, 4 * block),
+        companions(preempt, block),
+        request(preempt, "sharer", list(prompt), 2 * block, arrival_step=9),
+    )
+    result = preempt.run(
+        workload, plan="preempt:victim@step=4:swap/abort:victim@step=5", block_size=block
+    )
+    result.assert_preempted(request="victim", mode="swap")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@FORCED
+@pytest.mark.preempt_requires("abort")
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_survivors_cancelled_after_a_preemption(preempt: PreemptHarness, mode: str) -> None:
+    """The waiting request must come back although those that ran never finish by themselves."""
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "victim", 3 * block, 3 * block),
+        request(preempt, "r1", 2 * block, 9 * block),
+        request(preempt, "r2", 2 * block, 9 * block),
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt:victim@step=4:{mode}/abort:r1@step=6/abort:r2@step=6",
+        block_size=block,
+    )
+    result.assert_preempted(request="victim", mode=mode)
+    result.assert_matches_baseline()
+    result.assert_clean()
