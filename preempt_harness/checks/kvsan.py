@@ -88,7 +88,8 @@ class KVSan:
         )
         self._ranks = [RankSanitizer(rank, self._context) for rank in range(header.num_ranks)]
         self._tick = 0
-        self._rows: dict[int, list[Computed]] = {}
+        self._rows: dict[int, list[Computed]] = {}  # of the step at hand, not yet judged
+        self._computed: dict[int, list[Computed]] = {}  # judged, to be compared between ranks
         self._prompts: dict[str, list[int]] = {}
         self._branches: dict[str, list[str]] = {}
         self._swapped: set[str] = set()
@@ -135,7 +136,10 @@ class KVSan:
         if isinstance(event, Computed):
             self._take_row(event)
             return
-        if self._rows and not self._begins_a_rank(event):
+        if isinstance(event, _RANK_BLOCK_EVENTS) and self._in_step(event.step):
+            if event.rank in self._rows:  # what a rank does to blocks after its rows
+                self._compute_rank(event.rank)
+        elif self._rows or self._computed:
             self._compute()
         handler = self._handlers.get(type(event))
         if handler is not None:
@@ -167,24 +171,27 @@ class KVSan:
                 rank=row.rank,
             )
             return
-        if any(rows[0].step != row.step for rows in self._rows.values()):
+        if (self._rows or self._computed) and not self._in_step(row.step):
             self._compute()
         self._known(row.seq)
         self._rows.setdefault(row.rank, []).append(row)
 
-    def _begins_a_rank(self, event: Event) -> bool:
-        """Whether it is what another rank did to its blocks before its rows of the same step."""
-        return (
-            isinstance(event, _RANK_BLOCK_EVENTS)
-            and event.rank not in self._rows
-            and any(rows[0].step == event.step for rows in self._rows.values())
-        )
+    def _in_step(self, step: int) -> bool:
+        """Whether rows of this step are waiting for those of other ranks."""
+        waiting = (*self._rows.values(), *self._computed.values())
+        return any(rows[0].step == step for rows in waiting)
+
+    def _compute_rank(self, rank: int) -> None:
+        rows = self._rows.pop(rank)
+        self._listing.count("rows judged", len(rows))
+        self._ranks[rank].compute(rows, self._tick)
+        self._computed.setdefault(rank, []).extend(rows)
 
     def _compute(self) -> None:
-        rows_of_rank, self._rows = self._rows, {}
-        for rank, rows in rows_of_rank.items():
-            self._listing.count("rows judged", len(rows))
-            self._ranks[rank].compute(rows, self._tick)
+        """All ranks' rows of a step are there."""
+        for rank in list(self._rows):
+            self._compute_rank(rank)
+        rows_of_rank, self._computed = self._computed, {}
         if self._num_ranks > 1:
             self._compare_ranks(rows_of_rank)
 

@@ -34,6 +34,8 @@ from preempt_harness.record import (
     Scheduled,
     StepDone,
     StepSent,
+    SwappedIn,
+    SwappedOut,
     TokensDelivered,
     TrialRecord,
 )
@@ -239,9 +241,11 @@ class _Bytes:
             self._admitted.discard(event.seq)
         elif isinstance(event, Scheduled):
             self._schedule(event, message)
-        elif isinstance(event, BlocksCopied | BlocksPoisoned):
-            pairs = event.pairs if isinstance(event, BlocksCopied) else event.blocks
-            message.num_ids += 2 * len(pairs)
+        elif isinstance(event, BlocksPoisoned):
+            message.num_ids += len(event.blocks)
+            message.steady = False
+        elif isinstance(event, BlocksCopied | SwappedOut | SwappedIn):
+            message.num_ids += 2 * len(event.pairs)
             message.steady = False
         elif isinstance(event, StepSent):
             self._sent.setdefault(event.step, []).append(event)
