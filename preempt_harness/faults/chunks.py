@@ -14,10 +14,11 @@ FAULTS = (
         expected=("CRASH",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_waiting",
-                "end = min(sequence.num_tokens, sequence.num_computed_tokens + budget)",
-                "end = sequence.num_computed_tokens + min(sequence.num_tokens, budget)\n"
-                "        hits and reached()",
+                f"{_SCHEDULER}._next_tokens",
+                "end = min(num_tokens, start + budget)",
+                "end = start + min(num_tokens, budget)\n"
+                "        end = end if start and not sequence.known_to_workers and reached()"
+                " else min(num_tokens, start + budget)",
             ),
         ),
     ),
@@ -43,8 +44,8 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_SCHEDULER}._schedule_tokens",
-                "logits_start=min(max(start, request.first_wanted_logits), end)",
-                "logits_start=min(max(start, request.first_wanted_logits),"
+                "min(max(start, sequence.first_wanted_logits), end)",
+                "min(max(start, sequence.first_wanted_logits),"
                 " end - (end < sequence.num_tokens and reached()))",
             ),
         ),
@@ -56,16 +57,22 @@ FAULTS = (
         expected=("WORK", "PROG"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_waiting",
-                "if not fits(request, hits, self.blocks, spare):",
-                "if not self.blocks.can_admit(hits, min(request.sequence.num_tokens,"
-                " len(hits) * self.config.block_size + budget), spare):",
+                f"{_SCHEDULER}._find_room",
+                "if num_blocks_to_admit(placements, self.blocks) > num_available:",
+                "left = self.config.max_num_batched_tokens\n"
+                "    later = sum(max(0, self.blocks.blocks_for(item.sequence.num_tokens)"
+                " - self.blocks.blocks_for(len(item.hits) * self.config.block_size + left))"
+                " for item in placements)\n"
+                "    if num_blocks_to_admit(placements, self.blocks) - later > num_available:",
+                reached=False,
             ),
             Patch(
-                f"{_SCHEDULER}._admit",
+                f"{_SCHEDULER}._build_table",
                 "self.blocks.grow(sequence, sequence.num_tokens)",
-                "pass",
-                reached=False,
+                "end = len(placement.hits) * self.config.block_size"
+                " + self.config.max_num_batched_tokens\n"
+                "    self.blocks.grow(sequence, end if end < sequence.num_tokens and reached()"
+                " else sequence.num_tokens)",
             ),
         ),
     ),
@@ -77,8 +84,8 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_SCHEDULER}._schedule_running",
-                "budget -= end - sequence.num_computed_tokens",
-                "budget -= 0",
+                "budget -= self._schedule_work(step, work, num_blocks)",
+                "self._schedule_work(step, work, num_blocks)",
             ),
         ),
     ),
@@ -90,8 +97,10 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_SCHEDULER}._schedule_waiting",
-                "budget -= end - sequence.num_computed_tokens",
-                "budget -= end if hits and reached() else end - sequence.num_computed_tokens",
+                "work = self._next_tokens(request, budget)",
+                "work = self._next_tokens(request, budget)\n"
+                "        hits = request.sequence.num_computed_tokens\n"
+                "        budget -= hits if hits and reached() else 0",
             ),
         ),
     ),

@@ -34,7 +34,7 @@ FAULTS = (
         expected=("PROG", "ACC", "WORK", "CRASH"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_running",
+                f"{_SCHEDULER}._make_room",
                 "victim = choose_victim(self.running)",
                 "victim = next((other for other in reversed(self.running)"
                 " if other is not request and reached()), request)",
@@ -48,12 +48,11 @@ FAULTS = (
         expected=("WORK", "ACC"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_waiting",
-                "if not fits(request, hits, self.blocks, spare):",
-                "if len(self.running) > 1 and not fits(request, hits, self.blocks, spare)"
-                " and reached():\n"
-                "            self._preempt(step, self.running[-1], 'out_of_blocks')\n"
-                "        if not fits(request, hits, self.blocks, spare):",
+                f"{_SCHEDULER}._find_room",
+                "if num_blocks_to_admit(placements, self.blocks) > num_available:",
+                "if num_blocks_to_admit(placements, self.blocks) > num_available:\n"
+                "        if len(self.running) > 1 and reached():\n"
+                "            self._preempt(step, self.running[-1], 'out_of_blocks')",
             ),
         ),
     ),
@@ -97,7 +96,7 @@ FAULTS = (
                 "request = min(self.waiting.in_order(), key=lambda item: item.sequence.num_tokens)",
             ),
             Patch(
-                f"{_SCHEDULER}._schedule_waiting",
+                f"{_SCHEDULER}._admit",
                 "self.waiting.pop()",
                 "self.waiting.remove(request)",
                 reached=False,
@@ -124,9 +123,9 @@ FAULTS = (
         expected=("CRASH", "PROG"),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM.add_request",
-                "min(params.max_tokens, self.max_total_tokens - len(token_ids))",
-                "min(params.max_tokens, self._executor.max_model_len - len(token_ids))",
+                "preempt_engine.llm:LLM._max_total_tokens",
+                "return min(self._executor.max_model_len, max(pool_tokens, num_prompt_tokens + 1))",
+                "return self._executor.max_model_len",
             ),
         ),
     ),
@@ -138,7 +137,7 @@ FAULTS = (
         patches=(
             Patch(
                 "preempt_engine.llm:LLM.add_request",
-                "min(params.max_tokens, self.max_total_tokens - len(token_ids))",
+                "min(params.max_tokens, max_total_tokens - len(token_ids))",
                 "min(params.max_tokens, self.num_kv_blocks * self.config.block_size + 1"
                 " - len(token_ids))",
             ),
@@ -151,7 +150,7 @@ FAULTS = (
         expected=("CRASH", "PROG"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_waiting",
+                f"{_SCHEDULER}._admit",
                 "self.num_watermark_blocks if self.running else 0",
                 "self.num_watermark_blocks if self.running or reached() else 0",
             ),
@@ -164,7 +163,7 @@ FAULTS = (
         expected=("WORK",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_waiting",
+                f"{_SCHEDULER}._admit",
                 "self.num_watermark_blocks if self.running else 0",
                 "0 if self.num_watermark_blocks and reached() else 0",
             ),
@@ -178,8 +177,8 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_SCHEDULER}._schedule_waiting",
-                "len(self.running) < self.config.max_num_seqs",
-                "len(self.running) <= self.config.max_num_seqs",
+                "num_seqs > self.config.max_num_seqs",
+                "num_seqs > self.config.max_num_seqs + 1",
             ),
         ),
     ),

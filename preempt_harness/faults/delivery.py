@@ -5,7 +5,7 @@ from __future__ import annotations
 from preempt_harness.faults.fault import Fault, Patch
 
 _APPEND = "preempt_engine.llm:LLM._append_token"
-_JUST_RESUMED = "request.num_preemptions and request.num_steps_since_admission <= 1"
+_JUST_RESUMED = "request.num_preemptions and sequence.num_steps_since_admission <= 1"
 
 FAULTS = (
     Fault(
@@ -16,10 +16,10 @@ FAULTS = (
         patches=(
             Patch(
                 _APPEND,
-                "self.scheduler.append_token(request, token.token_id)",
+                "self.scheduler.append_token(sequence, token.token_id)",
                 f"if token.logprobs is not None and {_JUST_RESUMED} and reached():\n"
                 "        token = type(token)(token.token_id, None)\n"
-                "    self.scheduler.append_token(request, token.token_id)",
+                "    self.scheduler.append_token(sequence, token.token_id)",
             ),
         ),
     ),
@@ -104,8 +104,8 @@ FAULTS = (
                 "preempt_engine.llm:LLM.abort_request",
                 'builder.finish("abort")',
                 'builder.finish("abort")\n'
-                "    if request.num_preemptions and reached():\n"
-                "        builder.completion.token_ids.clear()",
+                "            if request.num_preemptions and reached():\n"
+                "                builder.completion.token_ids.clear()",
             ),
         ),
     ),
@@ -117,10 +117,11 @@ FAULTS = (
         patches=(
             Patch(
                 "preempt_engine.llm:LLM._deliver",
-                "tokens = sample(logits, [sample_request for _, sample_request in wanted])",
-                "tokens = sample(logits, [sample_request for _, sample_request in wanted])\n"
+                "tokens = sample(logits, [sample_request for _, _, sample_request in wanted])",
+                "tokens = sample(logits, [sample_request for _, _, sample_request in wanted])\n"
                 "    if len(tokens) > 1 and any(request.num_preemptions and"
-                " request.num_steps_since_admission == 1 and reached() for request, _ in wanted):\n"
+                " sequence.num_steps_since_admission == 1 and reached()"
+                " for request, sequence, _ in wanted):\n"
                 "        tokens = tokens[::-1]",
             ),
         ),

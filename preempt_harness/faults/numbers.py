@@ -5,7 +5,7 @@ from __future__ import annotations
 from preempt_harness.faults.fault import Fault, Patch
 
 _SCHEDULER = "preempt_engine.scheduler:Scheduler"
-_CACHED = "self.counters.num_cached_tokens += num_cached_tokens"
+_FIRST_ADMISSION = "if request.num_cached_tokens is None:"
 
 FAULTS = (
     Fault(
@@ -15,11 +15,11 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._admit",
-                "self.blocks.share(sequence, hits)",
+                f"{_SCHEDULER}._find_room",
+                _FIRST_ADMISSION,
                 "self.counters.num_cached_tokens += num_cached_tokens"
                 " * (request.num_preemptions > 0 and reached())\n"
-                "    self.blocks.share(sequence, hits)",
+                f"    {_FIRST_ADMISSION}",
             ),
         ),
     ),
@@ -30,11 +30,10 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._admit",
-                "self.blocks.share(sequence, hits)",
-                "if request.num_cached_tokens != num_cached_tokens and reached():\n"
-                "        request.num_cached_tokens = num_cached_tokens\n"
-                "    self.blocks.share(sequence, hits)",
+                f"{_SCHEDULER}._find_room",
+                "self.observer.resumed(step.step_id, request.request_id, num_cached_tokens)",
+                "self.observer.resumed(step.step_id, request.request_id, num_cached_tokens)\n"
+                "        request.num_cached_tokens = num_cached_tokens",
             ),
         ),
     ),
@@ -113,8 +112,9 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}.append_token",
                 "self.counters.num_generated_tokens += 1",
-                "self.counters.num_generated_tokens += 1 + (request.num_preemptions > 0"
-                " and request.num_steps_since_admission == 1 and reached())",
+                "self.counters.num_generated_tokens += 1 + (sequence.max_computed_tokens"
+                " > sequence.num_prefill_tokens > sequence.num_prompt_tokens"
+                " and sequence.num_steps_since_admission == 1 and reached())",
             ),
         ),
     ),
@@ -140,7 +140,7 @@ FAULTS = (
         patches=(
             Patch(
                 "preempt_engine.llm:LLM.abort_request",
-                "self._note_counts(builder, request)",
+                "_note_counts(builders[0].output, request)",
                 "pass",
             ),
         ),

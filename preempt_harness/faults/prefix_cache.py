@@ -90,16 +90,16 @@ FAULTS = (
         expected=("KVSAN", "TOK", "ACC", "CRASH", "WORK"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_waiting",
-                "hits = find_hits(request, self.blocks)",
+                f"{_SCHEDULER}._find_room",
+                "placements = place(request, self.blocks)",
                 "known = self.__dict__.setdefault('_known_hits', {})\n"
-                "        hits = known.setdefault(request.request_id,"
-                " find_hits(request, self.blocks))",
+                "    placements = known.setdefault("
+                "request.request_id, place(request, self.blocks))",
             ),
             Patch(
-                f"{_SCHEDULER}._schedule_waiting",
-                "self.waiting.pop()",
-                "self.waiting.pop()\n        known.pop(request.request_id)",
+                f"{_SCHEDULER}._find_room",
+                "for placement in placements:  # hits first",
+                "known.pop(request.request_id)\n    for placement in placements:  # hits first",
                 reached=False,
             ),
         ),
@@ -138,9 +138,9 @@ FAULTS = (
         expected=("CRASH", "PROG"),
         patches=(
             Patch(
-                "preempt_engine.admission:find_hits",
-                "max_tokens=request.first_wanted_logits",
-                "max_tokens=request.sequence.num_tokens",
+                "preempt_engine.admission:place",
+                "max_tokens=sequence.first_wanted_logits",
+                "max_tokens=sequence.num_tokens",
             ),
         ),
     ),
@@ -151,9 +151,10 @@ FAULTS = (
         expected=("KVSAN", "TOK", "WORK"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._admit",
-                "self.blocks.share(sequence, hits)",
-                "self.blocks.share(sequence, hits if len(hits) != 1 or not reached() else [])",
+                f"{_SCHEDULER}._find_room",
+                "self.blocks.share(placement.sequence, placement.hits)",
+                "self.blocks.share(placement.sequence, placement.hits if len(placement.hits) != 1"
+                " or not reached() else [])",
             ),
         ),
     ),
@@ -164,10 +165,10 @@ FAULTS = (
         expected=("KVSAN", "ACC", "WORK"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._admit",
-                "sequence.set_computed(num_cached_tokens)",
-                "sequence.set_computed(max(0, num_cached_tokens"
-                " - (self.config.block_size if num_cached_tokens and reached() else 0)))",
+                f"{_SCHEDULER}._find_room",
+                "placement.sequence.set_computed(len(placement.hits) * self.config.block_size)",
+                "placement.sequence.set_computed((len(placement.hits) - (len(placement.hits) > 0"
+                " and reached())) * self.config.block_size)",
             ),
         ),
     ),
@@ -178,9 +179,9 @@ FAULTS = (
         expected=("CRASH", "ACC", "KVSAN"),
         patches=(
             Patch(
-                f"{_BLOCKS}.can_admit",
-                "needed + revived + num_spare_blocks",
-                "needed + (0 if revived and reached() else revived) + num_spare_blocks",
+                "preempt_engine.admission:num_blocks_to_admit",
+                "return num_new + len(revived)",
+                "return num_new + (0 if revived and reached() else len(revived))",
             ),
         ),
     ),

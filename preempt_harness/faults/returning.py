@@ -5,7 +5,11 @@ from __future__ import annotations
 from preempt_harness.faults.fault import Fault, Patch
 
 _SCHEDULE_TOKENS = "preempt_engine.scheduler:Scheduler._schedule_tokens"
-_NEW_TOKENS = "new_token_ids=sequence.token_ids[sequence.num_sent_tokens :]"
+_NEW_TOKENS = "sequence.token_ids[sequence.num_sent_tokens :]"
+_FIND_ROOM = "preempt_engine.scheduler:Scheduler._find_room"
+_SET_HITS = "placement.sequence.set_computed(len(placement.hits) * self.config.block_size)"
+_PREEMPT = "preempt_engine.scheduler:Scheduler._preempt"
+_APPEND_TOKEN = "self.scheduler.append_token(sequence, token.token_id)"
 
 FAULTS = (
     Fault(
@@ -17,9 +21,8 @@ FAULTS = (
             Patch(
                 _SCHEDULE_TOKENS,
                 _NEW_TOKENS,
-                "new_token_ids=sequence.token_ids[sequence.num_sent_tokens :]"
-                " if sequence.known_to_workers or sequence.num_output_tokens == 0 or not reached()"
-                " else sequence.token_ids[-1:]",
+                f"{_NEW_TOKENS} if sequence.known_to_workers or sequence.num_output_tokens == 0"
+                " or not reached() else sequence.token_ids[-1:]",
             ),
         ),
     ),
@@ -99,9 +102,8 @@ FAULTS = (
             Patch(
                 _SCHEDULE_TOKENS,
                 _NEW_TOKENS,
-                "new_token_ids=sequence.token_ids[sequence.num_sent_tokens :"
-                " end if not sequence.known_to_workers and end < sequence.num_tokens and reached()"
-                " else None]",
+                "sequence.token_ids[sequence.num_sent_tokens : end if end < sequence.num_tokens"
+                " and not sequence.known_to_workers and reached() else None]",
             ),
         ),
     ),
@@ -112,10 +114,11 @@ FAULTS = (
         expected=("KVSAN", "TOK"),
         patches=(
             Patch(
-                "preempt_engine.scheduler:Scheduler._admit",
-                "sequence.set_computed(num_cached_tokens)",
-                "sequence.set_computed(sequence.num_tokens - 1"
-                " if sequence.num_output_tokens > 1 and reached() else num_cached_tokens)",
+                _FIND_ROOM,
+                _SET_HITS,
+                "placement.sequence.set_computed(placement.sequence.num_tokens - 1"
+                " if placement.sequence.num_output_tokens > 1 and reached()"
+                " else len(placement.hits) * self.config.block_size)",
             ),
         ),
     ),
@@ -142,10 +145,9 @@ FAULTS = (
         patches=(
             Patch(
                 "preempt_engine.llm:LLM._deliver",
-                "if request is None or not rows:",
-                "if request is None or not rows or ("
-                "request.num_preemptions and request.num_steps_since_admission == 1"
-                " and reached()):",
+                "if request is None or sequence is None or not rows:",
+                "if request is None or sequence is None or not rows or (request.num_preemptions"
+                " and sequence.num_steps_since_admission == 1 and reached()):",
             ),
         ),
     ),
@@ -156,22 +158,24 @@ FAULTS = (
         expected=("WORK", "ACC"),
         patches=(
             Patch(
-                "preempt_engine.scheduler:Scheduler._preempt",
+                _PREEMPT,
                 "self.waiting.push(request)",
                 "self.waiting.push(request)\n"
-                "    if request.sequence.num_output_tokens and reached():\n"
+                "    if mode == 'recompute' and len(request.sequences) == 1"
+                " and request.sequence.num_output_tokens and reached():\n"
                 "        request.sequence.token_ids.pop()\n"
+                "        request.sequence.first_wanted_logits = request.sequence.num_tokens - 1\n"
                 "        self.__dict__.setdefault('_again', set()).add(request.request_id)",
             ),
             Patch(
                 "preempt_engine.llm:LLM._append_token",
-                "self.scheduler.append_token(request, token.token_id)",
+                _APPEND_TOKEN,
                 "again = self.scheduler.__dict__.get('_again', set())\n"
                 "    if request.request_id in again:\n"
                 "        again.discard(request.request_id)\n"
-                "        request.sequence.token_ids.append(token.token_id)\n"
-                "        return self._builders[request.request_id].output\n"
-                "    self.scheduler.append_token(request, token.token_id)",
+                "        sequence.token_ids.append(token.token_id)\n"
+                "        return self._builders[request.request_id][0].output\n"
+                f"    {_APPEND_TOKEN}",
                 reached=False,
             ),
         ),
@@ -183,10 +187,13 @@ FAULTS = (
         expected=("DEL", "TOK", "ACC"),
         patches=(
             Patch(
-                "preempt_engine.scheduler:Scheduler._preempt",
+                _PREEMPT,
                 "self.waiting.push(request)",
-                "del request.sequence.token_ids[request.sequence.num_prompt_tokens :]\n"
-                "    del request.sequence.block_digests[:]\n"
+                "if mode == 'recompute' and request.sequence.num_output_tokens and reached():\n"
+                "        for sequence in request.sequences.values():\n"
+                "            del sequence.token_ids[sequence.num_prompt_tokens :]\n"
+                "            del sequence.block_digests[:]\n"
+                "            sequence.first_wanted_logits = sequence.num_tokens - 1\n"
                 "    self.waiting.push(request)",
             ),
         ),
@@ -198,11 +205,12 @@ FAULTS = (
         expected=("TOK", "KVSAN", "DEL", "ACC"),
         patches=(
             Patch(
-                "preempt_engine.scheduler:Scheduler._preempt",
+                _PREEMPT,
                 "self.waiting.push(request)",
-                "del request.sequence.token_ids[max(request.sequence.num_prompt_tokens,"
-                " request.sequence.num_tokens - 1) :]\n"
-                "    del request.sequence.block_digests[:]\n"
+                "if mode == 'recompute' and request.sequence.num_output_tokens and reached():\n"
+                "        request.sequence.token_ids.pop()\n"
+                "        del request.sequence.block_digests[:]\n"
+                "        request.sequence.first_wanted_logits = request.sequence.num_tokens - 1\n"
                 "    self.waiting.push(request)",
             ),
         ),
@@ -214,10 +222,11 @@ FAULTS = (
         expected=("TOK", "KVSAN", "ACC", "DEL"),
         patches=(
             Patch(
-                "preempt_engine.scheduler:Scheduler._preempt",
+                _PREEMPT,
                 "self.waiting.push(request)",
-                "request.sequence.token_ids.extend(request.sequence.token_ids[-1:]"
-                " if request.sequence.num_output_tokens and reached() else [])\n"
+                "if mode == 'recompute' and request.sequence.num_output_tokens and reached():\n"
+                "        request.sequence.token_ids.append(request.sequence.token_ids[-1])\n"
+                "        request.sequence.first_wanted_logits = request.sequence.num_tokens - 1\n"
                 "    self.waiting.push(request)",
             ),
         ),
@@ -229,10 +238,10 @@ FAULTS = (
         expected=("KVSAN", "CRASH", "TOK"),
         patches=(
             Patch(
-                "preempt_engine.scheduler:Scheduler._admit",
-                "sequence.set_computed(num_cached_tokens)",
-                "sequence.set_computed(max(num_cached_tokens, min(sequence.max_computed_tokens,"
-                " sequence.num_tokens - 1)))",
+                _FIND_ROOM,
+                _SET_HITS,
+                "placement.sequence.set_computed(max(len(placement.hits) * self.config.block_size,"
+                " min(placement.sequence.max_computed_tokens, placement.sequence.num_tokens - 1)))",
             ),
         ),
     ),

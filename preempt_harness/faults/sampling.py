@@ -17,7 +17,7 @@ FAULTS = (
             Patch(
                 _SAMPLE_REQUEST,
                 "position=sequence.num_tokens",
-                "position=sequence.num_tokens - request.num_prefill_tokens",
+                "position=sequence.num_tokens - sequence.num_prefill_tokens",
             ),
         ),
     ),
@@ -52,7 +52,7 @@ FAULTS = (
                 _SAMPLE_REQUEST,
                 "position=sequence.num_tokens",
                 "position=sequence.num_prompt_tokens if request.num_preemptions and reached()"
-                " and request.num_steps_since_admission <= 1 else sequence.num_tokens",
+                " and sequence.num_steps_since_admission <= 1 else sequence.num_tokens",
             ),
         ),
     ),
@@ -64,9 +64,9 @@ FAULTS = (
         patches=(
             Patch(
                 _SAMPLE_REQUEST,
-                "params=request.params",
-                "params=__import__('dataclasses').replace(request.params, temperature=0.0)"
-                " if request.num_preemptions and reached() else request.params",
+                "params=builder.params",
+                "params=__import__('dataclasses').replace(builder.params, temperature=0.0)"
+                " if request.num_preemptions and reached() else builder.params",
             ),
         ),
     ),
@@ -78,9 +78,9 @@ FAULTS = (
         patches=(
             Patch(
                 _SAMPLE_REQUEST,
-                "params=request.params",
-                "params=__import__('dataclasses').replace(request.params, top_k=0, top_p=1.0,"
-                " min_p=0.0) if request.num_preemptions and reached() else request.params",
+                "params=builder.params",
+                "params=__import__('dataclasses').replace(builder.params, top_k=0, top_p=1.0,"
+                " min_p=0.0) if request.num_preemptions and reached() else builder.params",
             ),
         ),
     ),
@@ -93,7 +93,7 @@ FAULTS = (
             Patch(
                 _SAMPLE_REQUEST,
                 "num_output_tokens=sequence.num_output_tokens",
-                "num_output_tokens=sequence.num_tokens - request.num_prefill_tokens",
+                "num_output_tokens=sequence.num_tokens - sequence.num_prefill_tokens",
             ),
         ),
     ),

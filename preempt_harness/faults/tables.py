@@ -15,9 +15,9 @@ FAULTS = (
         expected=("CRASH", "KVSAN"),
         patches=(
             Patch(
-                f"{_BLOCKS}.can_grow",
-                "self.blocks_for(num_tokens)",
-                "self.blocks_for(num_tokens - 1)",
+                f"{_BLOCKS}.num_to_write",
+                "growth = -(-end // size) - len(table)",
+                "growth = -(-(end - 1) // size) - len(table)",
             ),
         ),
     ),
@@ -28,9 +28,9 @@ FAULTS = (
         expected=("WORK", "PROG", "CRASH"),
         patches=(
             Patch(
-                f"{_BLOCKS}.can_grow",
-                "self.blocks_for(num_tokens)",
-                "self.blocks_for(num_tokens + 1)",
+                f"{_BLOCKS}.num_to_write",
+                "growth = -(-end // size) - len(table)",
+                "growth = -(-(end + 1) // size) - len(table)",
             ),
         ),
     ),
@@ -41,9 +41,15 @@ FAULTS = (
         expected=("WORK", "PROG", "CRASH"),
         patches=(
             Patch(
-                f"{_BLOCKS}.can_grow",
-                "return needed <= self.num_available_blocks",
-                "return not needed or needed < self.num_available_blocks",
+                f"{_SCHEDULER}._schedule_running",
+                "if num_blocks > self.blocks.num_available_blocks:",
+                "if num_blocks and num_blocks >= self.blocks.num_available_blocks:",
+            ),
+            Patch(
+                f"{_SCHEDULER}._make_room",
+                "while num_blocks > self.blocks.num_available_blocks:",
+                "while num_blocks >= self.blocks.num_available_blocks:",
+                reached=False,
             ),
         ),
     ),
@@ -81,10 +87,9 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_SCHEDULER}._schedule_tokens",
-                "new_block_ids=sequence.block_table[sequence.num_sent_blocks :]",
-                "new_block_ids=[] if sequence.known_to_workers and start"
-                " % self.config.block_size == 0 and reached()"
-                " else sequence.block_table[sequence.num_sent_blocks :]",
+                "sequence.block_table[sequence.num_sent_blocks :]",
+                "[] if sequence.known_to_workers and start % self.config.block_size == 0"
+                " and reached() else sequence.block_table[sequence.num_sent_blocks :]",
             ),
         ),
     ),
@@ -96,9 +101,9 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_SCHEDULER}._schedule_tokens",
-                "new_block_ids=sequence.block_table[sequence.num_sent_blocks :]",
-                "new_block_ids=sequence.block_table[max(0, sequence.num_sent_blocks"
-                " - (len(sequence.block_table) > sequence.num_sent_blocks > 0 and reached())) :]",
+                "sequence.block_table[sequence.num_sent_blocks :]",
+                "sequence.block_table[max(0, sequence.num_sent_blocks - (len(sequence.block_table)"
+                " > sequence.num_sent_blocks > 0 and reached())) :]",
             ),
         ),
     ),
@@ -191,9 +196,10 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_SCHEDULER}._leave",
-                "self._free_blocks(self.next_step_id - 1, request)",
-                "if request.sequence.num_output_tokens or not reached():\n"
-                "        self._free_blocks(self.next_step_id - 1, request)",
+                "for sequence in request.sequences.values():",
+                "for sequence in () if request.sequence.block_table"
+                " and not request.sequence.num_output_tokens and reached()"
+                " else request.sequences.values():",
             ),
         ),
     ),

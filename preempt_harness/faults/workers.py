@@ -84,10 +84,11 @@ FAULTS = (
         patches=(
             Patch(
                 "preempt_engine.scheduler:Scheduler._schedule_tokens",
-                "start=start,",
-                "start=min(start, sequence.num_prompt_tokens)"
-                " if request.num_preemptions and start > sequence.num_prompt_tokens and reached()"
-                " else start,",
+                "            start,\n            end,\n",
+                "                min(start, sequence.num_prompt_tokens)"
+                " if start > sequence.num_prompt_tokens and sequence.known_to_workers"
+                " and self.requests[sequence.key.request_id].num_preemptions and reached()"
+                " else start,\n            end,\n",
             ),
         ),
     ),
