@@ -13,10 +13,12 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from preempt_harness.errors import HarnessError
-from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
+from preempt_harness.workload import BeamSpec, Operation, RequestSpec, SamplingSpec, Workload
 
 FIRST_ORDINARY_ID = 4
 _LEAST_ORDINARY_IDS = 4
+MAX_BRANCHES = 3
+"""Most sequences of one request that are drawn."""
 
 FEATURES = (
     "shared_prefix",  # prompts begin alike
@@ -28,6 +30,8 @@ FEATURES = (
     "long_prompts",
     "shifted_prefix",  # prompts begin with a later block of others
     "logprobs",
+    "outputs",  # several of one prompt (n)
+    "beams",  # beam search
 )
 
 
@@ -326,9 +330,13 @@ def _random_sampling(
     stops = "stops" in features and source.random() < 0.5
     length = source.randint(1, max_tokens)
     filtered = sampled and source.random() < 0.5
+    if "beams" in features and source.random() < 0.3:
+        return _random_beams(source, length, vocab_size, stops=stops)
+    several = "outputs" in features and source.random() < 0.3
     return SamplingSpec(
+        n=source.randint(2, MAX_BRANCHES) if several else 1,
         max_tokens=length,
-        temperature=source.choice((0.7, 1.0)) if sampled else 0.0,
+        temperature=source.choice((0.7, 1.0)) if sampled or several else 0.0,
         top_k=source.choice((0, 2, 8)) if filtered else 0,
         top_p=source.choice((1.0, 0.5)) if filtered else 1.0,
         min_p=source.choice((0.0, 0.1)) if filtered else 0.0,
@@ -338,6 +346,20 @@ def _random_sampling(
         logprobs=source.choice((0, 2))
         if "logprobs" in features and source.random() < 0.5
         else None,
+    )
+
+
+def _random_beams(
+    source: random.Random, length: int, vocab_size: int, *, stops: bool
+) -> SamplingSpec:
+    return SamplingSpec(
+        beam=BeamSpec(
+            num_beams=source.randint(2, MAX_BRANCHES),
+            length_penalty=source.choice((0.0, 1.0)),
+            early_stopping=source.choice((False, True, "never")),
+        ),
+        max_tokens=length,
+        stop_token_ids=(source.randrange(FIRST_ORDINARY_ID, vocab_size),) if stops else (),
     )
 
 

@@ -22,6 +22,8 @@ def predict(trial: Trial, record: TrialRecord, admission: AdmissionModel) -> Sim
     baseline = record.baseline
     if not admission.predicts or trial.plan or baseline is None:
         return None
+    if any(request.sampling.num_sequences > 1 for request in trial.workload.requests):
+        return None
     if baseline.num_preemptions or baseline.problems:
         return None
     # Who is aborted has no output of known content, which others may continue.

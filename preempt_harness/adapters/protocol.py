@@ -35,9 +35,7 @@ STOP_STRINGS = "stop_strings"
 TEXT = "text"
 BLOCK_SIZE = "block_size"  # any block size; otherwise `block_sizes` of the adapter
 BLOCK_REUSE_ORDER = "block_reuse_order"
-POOL_LIMIT = (
-    "pool_limit"  # a request that has filled the pool ends there, like one at max_model_len
-)
+POOL_LIMIT = "pool_limit"  # a request that has filled the pool ends, as at max_model_len
 WATERMARK = "watermark"
 MAX_MODEL_LEN = "max_model_len"
 STATE_CHECK = "state_check"  # option debug_worker_state: workers compare with the scheduler

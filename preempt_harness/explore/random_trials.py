@@ -21,10 +21,12 @@ from preempt_harness.explore.search import SearchOutcome, TrialRunner, search
 from preempt_harness.explore.strategy import SearchTask
 from preempt_harness.generators import FEATURES, random_tokens, random_workload
 from preempt_harness.plan import (
+    MODES,
     Abort,
     Action,
     Anchor,
     ComputedTokens,
+    Mode,
     OutputTokens,
     Preempt,
     PreemptAll,
@@ -47,6 +49,7 @@ _MAX_SLACK = 4  # blocks above the smallest feasible pool
 _OUTGROWN = 0.1  # share of trials whose pool is smaller than that
 _GIANTS = 0.1  # of trials with a request that can never run
 _SHORT_MODELS = 0.15  # of trials in which max_model_len ends a request
+_SMALL_SWAP_SPACE = 6  # blocks
 _WATERMARKS = (0.0, 0.0, 0.0, 0.05, 0.3)
 
 
@@ -99,7 +102,9 @@ def random_trial(
 def _limited(
     source: random.Random, settings: EngineSettings, workload: Workload, adapter: EngineAdapter
 ) -> tuple[EngineSettings, Workload]:
-    """Sometimes a max_model_len that ends the longest requests early."""
+    """Room for all branches at once, and sometimes a max_model_len that ends requests early."""
+    branches = max(request.sampling.num_sequences for request in workload.requests)
+    settings = msgspec.structs.replace(settings, max_num_seqs=max(settings.max_num_seqs, branches))
     longest = max(request.num_prompt_tokens for request in workload.requests)
     total = max(
         request.num_prompt_tokens + request.sampling.max_tokens for request in workload.requests
@@ -121,9 +126,24 @@ def _num_blocks(
     prompts = max(admission.blocks_for(request.num_prompt_tokens) for request in workload.requests)
     smallest = admission.reserved_blocks + prompts
     outgrown = protocol.POOL_LIMIT in adapter.capabilities and source.random() < _OUTGROWN
-    if outgrown and smallest < least:
+    branches = [_branch_blocks(request, admission) for request in workload.requests]
+    if outgrown and smallest < least and not any(branches):
         return source.randint(smallest, least - 1)
-    return least + source.randint(0, _MAX_SLACK)
+    return max(least, admission.reserved_blocks + max(branches)) + source.randint(0, _MAX_SLACK)
+
+
+def _branch_blocks(request: RequestSpec, admission: AdmissionModel) -> int:
+    """Blocks with which all branches of a request can grow to their end; 0 if it has one only.
+
+    They share the full blocks of the prompt, and the last token of each is never computed.
+    """
+    count = request.sampling.num_sequences
+    if count == 1:
+        return 0
+    prompt = request.num_prompt_tokens
+    shared = prompt // admission.block_size
+    total = prompt + admission.output_limit(request)
+    return shared + count * max(1, admission.blocks_for(total - 1) - shared)
 
 
 def _with_giant(
@@ -158,6 +178,10 @@ def random_settings(source: random.Random, adapter: EngineAdapter, model: str) -
         options["poison"] = source.random() < 0.5
     if protocol.STATE_CHECK in able:
         options["debug_worker_state"] = source.random() < 0.5
+    if protocol.SWAP in able and source.random() < 0.3:
+        options["preemption_mode"] = "swap"
+        if source.random() < 0.5:
+            options["swap_space_blocks"] = source.randint(0, _SMALL_SWAP_SPACE)
     return EngineSettings(
         model=model,
         num_blocks=1,
@@ -180,10 +204,12 @@ def random_plan(
 ) -> PreemptionPlan:
     """No action, or a few, each of which can be due in the workload."""
     able = adapter.capabilities
-    if protocol.PREEMPT not in able or not kinds or source.random() < 0.3:
+    modes: list[Mode] = [mode for mode in MODES if mode in able]
+    if protocol.PREEMPT not in able or not kinds or not modes or source.random() < 0.3:
         return PreemptionPlan()
     actions = [
-        _random_action(source, workload, source.choice(kinds)) for _ in range(source.randint(1, 3))
+        _random_action(source, workload, source.choice(kinds), modes)
+        for _ in range(source.randint(1, 3))
     ]
     return PreemptionPlan(
         action for action in actions if PreemptionPlan([action]).capabilities <= able
@@ -196,6 +222,8 @@ def random_features(source: random.Random, adapter: EngineAdapter) -> list[str]:
         "sampling": {protocol.SAMPLING},
         "operations": {protocol.ABORT, protocol.RESET_PREFIX_CACHE},
         "logprobs": {protocol.LOGPROBS},
+        "outputs": {protocol.PARALLEL_SAMPLING},
+        "beams": {protocol.BEAM_SEARCH},
     }
     return [
         name
@@ -204,26 +232,34 @@ def random_features(source: random.Random, adapter: EngineAdapter) -> list[str]:
     ]
 
 
-def _random_action(source: random.Random, workload: Workload, kind: str) -> Action:
+def _random_action(
+    source: random.Random, workload: Workload, kind: str, modes: Sequence[Mode]
+) -> Action:
     request = source.choice(workload.requests)
     prompt, outputs = request.num_prompt_tokens, request.sampling.max_tokens
     horizon = prompt + outputs
-    if kind == "output" and outputs > 1:
-        return Preempt(request.id, OutputTokens(source.randint(1, outputs - 1)))
-    if kind == "computed" and horizon > 2:
-        return Preempt(request.id, ComputedTokens(source.randint(1, horizon - 2)))
+    mode = source.choice(modes)
+    # Which of several branches a count would be of is not said; their steps are.
+    plain = request.sampling.num_sequences == 1
+    if kind == "output" and outputs > 1 and plain:
+        return Preempt(request.id, OutputTokens(source.randint(1, outputs - 1)), mode)
+    if kind == "computed" and horizon > 2 and plain:
+        return Preempt(request.id, ComputedTokens(source.randint(1, horizon - 2)), mode)
+    if kind in ("output", "computed"):
+        return Preempt(request.id, Step(source.randint(1, horizon)), mode)
     if kind == "resume":
-        return Preempt(request.id, Resume(1))
+        return Preempt(request.id, Resume(1), mode)
     if kind == "all":
-        return PreemptAll(Step(source.randint(1, horizon)))
+        return PreemptAll(Step(source.randint(1, horizon)), mode)
     if kind == "squeeze":
         start = source.randint(0, horizon)
         return Squeeze("all", start, start + source.randint(1, 8))
     if kind == "abort":
         anchors: list[Anchor] = [Resume(1), Step(source.randint(1, horizon))]
-        anchors += [ComputedTokens(source.randint(1, horizon - 2))] if horizon > 2 else []
+        if horizon > 2 and plain:
+            anchors.append(ComputedTokens(source.randint(1, horizon - 2)))
         return Abort(request.id, source.choice(anchors))
-    return RandomPreempt(0.1, source.randint(1, 6), source.randrange(1000))
+    return RandomPreempt(0.1, source.randint(1, 6), source.randrange(1000), mode)
 
 
 class RandomTrials:
