@@ -18,6 +18,8 @@ KINDS = (
     "delivery",
     "numbers",
     "workers",
+    "swapping",
+    "branches",
 )
 
 
