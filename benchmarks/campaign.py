@@ -19,6 +19,7 @@ import msgspec
 
 from preempt_engine.exact import EOS_TOKEN_ID, reference_generate
 from preempt_harness.adapters.embedded import EmbeddedAdapter, EmbeddedSession
+from preempt_harness.adapters.embedded_pool import EnginePool
 from preempt_harness.adapters.protocol import EngineSettings
 from preempt_harness.baseline import as_baseline
 from preempt_harness.budget import KVBudget
@@ -46,10 +47,12 @@ class CheckedSession(EmbeddedSession):
 
 def campaign_exact(trials: int, first_seed: int, model: str) -> Counter[str]:
     """Outputs against the closed form."""
-    adapter, counts = EmbeddedAdapter(), Counter[str]()
+    adapter, counts, pool = EmbeddedAdapter(), Counter[str](), EnginePool()
     for seed in range(first_seed, first_seed + trials):
         trial = random_trial(seed, adapter, model=model)
-        record = run_trial(trial, adapter, open_session=CheckedSession)
+        record = run_trial(
+            trial, adapter, open_session=lambda settings: CheckedSession(settings, pool)
+        )
         counts["trials"] += 1
         counts["preemptions"] += _num_preemptions(record)
         for request in trial.workload.requests:

@@ -42,6 +42,13 @@ class Arrived(Event, frozen=True):
     priority: int = 0
 
 
+class PriorityChanged(Event, frozen=True):
+    """An unfinished request was given another priority; lower is more urgent."""
+
+    request: str
+    priority: int
+
+
 class Scheduled(Event, frozen=True):
     """The scheduler decided that the step computes positions [start, end) of a sequence."""
 
@@ -105,8 +112,8 @@ class SwappedIn(Event, frozen=True):
 class Preempted(Event, frozen=True):
     """A request that held blocks lost them before it finished.
 
-    `mode` is "recompute" or "swap"; `phase` one of `PHASES`; `reason` "out_of_blocks" or "forced"
-    (or what a foreign engine says).
+    `mode` is "recompute" or "swap"; `phase` one of `PHASES`; `reason` "out_of_blocks", "priority"
+    (for a more urgent request) or "forced" (or what a foreign engine says).
     """
 
     request: str
@@ -279,6 +286,7 @@ class PlanMissed(Event, frozen=True):
 
 AnyEvent = (
     Arrived
+    | PriorityChanged
     | Scheduled
     | BlocksAllocated
     | BlocksFreed
@@ -352,6 +360,7 @@ class RequestResult(msgspec.Struct, frozen=True):
 
     `num_cached_tokens` (prompt tokens found in the prefix cache at the first admission) and
     `num_preemptions` are the engine's own figures, None when it does not report them.
+    `prompt_logprobs` has one entry per prompt token, None for the first, if any were asked for.
     """
 
     outputs: list[SequenceOutput]
@@ -359,6 +368,7 @@ class RequestResult(msgspec.Struct, frozen=True):
     error: str = ""
     num_cached_tokens: int | None = None
     num_preemptions: int | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
 
 class Score(msgspec.Struct, frozen=True):

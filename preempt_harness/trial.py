@@ -179,10 +179,14 @@ class _Run:
             self._session.abort(operation.request)
         elif operation.kind == "reset_prefix_cache":
             self._session.reset_prefix_cache()
+        elif operation.kind == "reset_running_requests":
+            self._session.reset_running_requests()
+        elif operation.kind == "set_priority":
+            self._session.set_priority(operation.request, operation.priority)
         else:
             raise UnsupportedTrialError(
                 f"Operation kind {operation.kind!r} is unknown.",
-                "Use abort or reset_prefix_cache.",
+                "Use abort, reset_prefix_cache, reset_running_requests or set_priority.",
             )
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
@@ -246,12 +250,38 @@ def _check_capabilities(trial: Trial, plan: PreemptionPlan, adapter: EngineAdapt
         needed.add(protocol.ABORT)
     if "reset_prefix_cache" in kinds:
         needed.add(protocol.RESET_PREFIX_CACHE)
+    if "reset_running_requests" in kinds:
+        needed.add(protocol.RESET_RUNNING_REQUESTS)
+    needed |= _engine_features(trial)
     lacking = sorted(needed - adapter.capabilities)
     if lacking:
         raise UnsupportedTrialError(
             f"Engine {adapter.name!r} cannot do what this trial needs: {', '.join(lacking)}.",
             "Mark the test with preempt_requires(...) so that it is skipped there.",
         )
+
+
+def _engine_features(trial: Trial) -> set[str]:
+    """What settings and sampling parameters ask of an engine beyond the common."""
+    settings = trial.settings
+    specs = [request.sampling for request in trial.workload.requests]
+    asked = {
+        protocol.PRIORITY: settings.scheduling_policy != "fcfs",
+        protocol.QUEUE_LIMIT: settings.max_waiting_requests is not None,
+        protocol.PROMPT_LOGPROBS: any(spec.prompt_logprobs is not None for spec in specs),
+        protocol.PENALTIES: any(
+            (spec.repetition_penalty, spec.presence_penalty, spec.frequency_penalty) != (1, 0, 0)
+            for spec in specs
+        ),
+        protocol.LOGIT_BIAS: any(spec.logit_bias for spec in specs),
+        protocol.BAD_WORDS: any(spec.bad_words for spec in specs),
+        protocol.LOGITS_PROCESSORS: any(spec.logits_processors for spec in specs),
+        protocol.STRUCTURED_OUTPUTS: any(
+            spec.json_schema is not None or spec.regex is not None for spec in specs
+        ),
+        protocol.PROMPT_ONLY: any(spec.max_tokens == 0 for spec in specs),
+    }
+    return {capability for capability, is_asked in asked.items() if is_asked}
 
 
 def _engine_error(step: int, error: Exception) -> record.EngineError:

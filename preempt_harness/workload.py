@@ -16,7 +16,16 @@ class BeamSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters every engine understands; names as in vLLM."""
+    """Sampling parameters, plain data; names and meaning as in vLLM.
+
+    Those from `prompt_logprobs` on are not every engine's: each has a capability.
+
+    Attributes:
+        logit_bias: (token id, what is added to its logit) pairs.
+        json_schema: the output is JSON of this schema (text of a schema).
+        regex: the whole output matches this expression.
+        logits_processors: names in `preempt_harness.processors.PROCESSORS`.
+    """
 
     n: int = 1
     beam: BeamSpec | None = None
@@ -31,6 +40,15 @@ class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str, ...] = ()
+    json_schema: str | None = None
+    regex: str | None = None
+    logits_processors: tuple[str, ...] = ()
 
     @property
     def num_sequences(self) -> int:
@@ -63,11 +81,20 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """Done by the user before a step: "abort" a request, or "reset_prefix_cache"."""
+    """Done by the user before a step.
+
+    Attributes:
+        kind: "abort" a request, "reset_prefix_cache", "reset_running_requests" (preempt all that
+            run, and forget cached content) or "set_priority" of a request.
+        step: the step (poll) before which it is done.
+        request: which one, where it concerns one.
+        priority: the new one, for "set_priority".
+    """
 
     kind: str
     step: int
     request: str = ""
+    priority: int = 0
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):

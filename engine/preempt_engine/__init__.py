@@ -12,16 +12,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from preempt_engine.config import EngineConfig
     from preempt_engine.llm import LLM
-    from preempt_engine.outputs import CompletionOutput, RequestOutput, TokenScore
-    from preempt_engine.sampling.params import BeamSearchParams, SamplingParams
+    from preempt_engine.outputs import CompletionOutput, RequestOutput, StreamDelta, TokenScore
+    from preempt_engine.sampling.params import (
+        BeamSearchParams,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
+    from preempt_engine.sampling.processors import LogitsProcessor
 
 __all__ = [
     "LLM",
     "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
+    "LogitsProcessor",
     "RequestOutput",
     "SamplingParams",
+    "StreamDelta",
+    "StructuredOutputsParams",
     "TokenScore",
 ]
 
@@ -33,6 +41,9 @@ _HOMES = {
     "TokenScore": "preempt_engine.outputs",
     "BeamSearchParams": "preempt_engine.sampling.params",
     "SamplingParams": "preempt_engine.sampling.params",
+    "StreamDelta": "preempt_engine.outputs",
+    "StructuredOutputsParams": "preempt_engine.sampling.params",
+    "LogitsProcessor": "preempt_engine.sampling.processors",
 }
 
 

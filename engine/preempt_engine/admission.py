@@ -1,4 +1,4 @@
-"""The waiting queue, and when its head may run.
+"""The queues' order, and when its head may run.
 
 Admission reserves blocks for all tokens a request is known to have, not for its next chunk only: a
 request that is let in never gives up again for want of blocks for its own prompt.
@@ -20,16 +20,16 @@ from preempt_engine.sequence import Request, Sequence
 
 
 class WaitingQueue:
-    """Requests in arrival order; a preempted request returns to its old place."""
+    """Requests in order of precedence; a preempted request returns to its old place."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, Request]] = []
+        self._heap: list[tuple[tuple[int, int], Request]] = []
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def push(self, request: Request) -> None:
-        heapq.heappush(self._heap, (request.arrival_index, request))
+        heapq.heappush(self._heap, (request.precedence, request))
 
     def peek(self) -> Request:
         return self._heap[0][1]

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from preempt_engine.errors import ConfigError
 
 BlockReuseOrder = Literal["fifo", "lifo", "random"]
+SchedulingPolicy = Literal["fcfs", "priority"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 PreemptionMode = Literal["recompute", "swap"]
 
@@ -37,6 +38,11 @@ class EngineConfig:
         max_num_seqs: most sequences that run at once. A request counts with all its branches (n,
             or the beam width) from its admission on, less those that have ended.
         max_num_batched_tokens: token budget of one step.
+        scheduling_policy: "fcfs" serves in order of arrival; "priority" the lower priority value
+            first, equals in order of arrival, and lets a more urgent request take the blocks of
+            less urgent ones.
+        max_waiting_requests: most requests in the waiting queue; one that arrives when it is full
+            is refused. A preempted request always returns to it. None sets no limit.
         block_size: tokens per KV block, at least 1.
         num_kv_blocks: size of the pool in blocks; None derives it from the memory settings.
         kv_cache_memory_bytes: memory for the pool; the default on a CPU is 256 MiB.
@@ -71,6 +77,8 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    max_waiting_requests: int | None = None
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
@@ -103,6 +111,7 @@ class EngineConfig:
                 f"watermark={self.watermark} is not in [0, 1).",
                 "It is the share of the pool that admission leaves free; 0.01 is usual.",
             )
+        _check_choice("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
         _check_choice("dtype", self.dtype, get_args(Dtype))
         _check_choice("preemption_mode", self.preemption_mode, get_args(PreemptionMode))
         _check_swap_space(self.swap_space_blocks, self.swap_space_bytes)
@@ -162,6 +171,7 @@ _POSITIVE_INTEGERS = (
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "max_waiting_requests",
     "block_size",
     "num_kv_blocks",
     "kv_cache_memory_bytes",
@@ -169,8 +179,16 @@ _POSITIVE_INTEGERS = (
 )
 
 
+_MAY_BE_NONE = (
+    "max_model_len",
+    "max_waiting_requests",
+    "num_kv_blocks",
+    "kv_cache_memory_bytes",
+)
+
+
 def _check_positive_integer(name: str, value: object) -> None:
-    if value is None and name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes"):
+    if value is None and name in _MAY_BE_NONE:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name}={value!r} is not a positive integer.", "Give 1 or more.")

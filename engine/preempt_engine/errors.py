@@ -42,6 +42,14 @@ class InfeasibleRequestError(EngineError, ValueError):
     """A request can never run in this engine; it ends alone, its neighbours do not notice."""
 
 
+class QueueFullError(EngineError, RuntimeError):
+    """`max_waiting_requests` requests wait already; the new one ends alone."""
+
+
+class LogitsProcessorError(EngineError, RuntimeError):
+    """A user's logits processor raised or returned nonsense; its request ends alone."""
+
+
 class EngineStalledError(EngineError, RuntimeError):
     """Requests wait, nothing runs, and nothing that could change that is pending."""
 

@@ -21,22 +21,27 @@ from preempt_engine.errors import (
     ConfigError,
     EngineBusyError,
     EngineClosedError,
+    EngineError,
     EngineStalledError,
     InfeasibleRequestError,
+    QueueFullError,
 )
 from preempt_engine.executor.protocol import Executor
 from preempt_engine.executor.uniproc import UniprocExecutor
 from preempt_engine.observer import EngineObserver
 from preempt_engine.output_builder import OutputBuilder
-from preempt_engine.outputs import RequestOutput, TokenScore
+from preempt_engine.outputs import RequestOutput, StreamDelta, TokenScore
 from preempt_engine.reset import changed_config
-from preempt_engine.sampling.logprobs import read_row, score_rows
+from preempt_engine.sampling.history import ProcessorStates
+from preempt_engine.sampling.logprobs import read_row, score_rows, top_logprobs_of_rows
 from preempt_engine.sampling.noise import derive_seed
 from preempt_engine.sampling.params import BeamSearchParams, SamplingParams
+from preempt_engine.sampling.recipes import ProcessorRecipe, RecipeBook
 from preempt_engine.sampling.sampler import SampledToken, SampleRequest, sample
 from preempt_engine.scheduler import Counters, Scheduler
 from preempt_engine.sequence import Request, Sequence
 from preempt_engine.step import LogitsBatch, SchedulerOutput, SequenceKey, StepHandle
+from preempt_engine.stream import DeltaReader
 from preempt_engine.tokenizer import ExactTokenizer, HFTokenizer, Tokenizer
 from preempt_engine.victims import PreemptionController
 from preempt_engine.worker.build import build_runner
@@ -77,12 +82,21 @@ class LLM:
         config = EngineConfig.from_kwargs(os.fspath(model), options)
         self._executor, self.config, self.tokenizer = _build(config)
         self._built_config = self.config
+        self._recipes = RecipeBook(
+            self.tokenizer, self._executor.vocab_size, self._executor.eos_token_ids
+        )
+        self._states = ProcessorStates()
         self._builders: dict[str, list[OutputBuilder]] = {}
         self._searches: dict[str, BeamSearch] = {}
         self._scorings: dict[str, _Scoring] = {}
         self._ended_early: list[RequestOutput] = []
+        self._streamed: list[RequestOutput] = []
         self._closed = False
-        self._begin(preemption_controller, observer)
+        try:
+            self._begin(preemption_controller, observer)
+        except BaseException:
+            self.close()
+            raise
 
     # One call does it all -----------------------------------------------------------------------
 
@@ -91,6 +105,8 @@ class LLM:
         prompts: Prompt | Seq[Prompt],
         sampling_params: Params | Seq[Params] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: Seq[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate for every prompt; outputs stand in the order of the prompts.
 
@@ -99,14 +115,15 @@ class LLM:
             sampling_params: one for all, or one per prompt; None samples with the defaults, and
                 `BeamSearchParams` search beams.
             use_tqdm: show a progress bar.
+            priority: one per prompt, see `add_request`; None gives all the same.
 
         Returns:
             One output per prompt. A request that can never run has `finish_reason="error"` and
             says why in `error`; the others are not affected.
 
         Raises:
-            ConfigError: the number of sampling parameters is not that of the prompts, or a prompt
-                is text and the engine has no tokenizer.
+            ConfigError: the number of sampling parameters or priorities is not that of the prompts,
+                or a prompt is text and the engine has no tokenizer.
         """
         self._check_open()
         if self.has_unfinished_requests():
@@ -116,18 +133,52 @@ class LLM:
             )
         prompt_list = _as_prompt_list(prompts)
         params_list = _as_params_list(sampling_params, len(prompt_list))
-        request_ids = [
-            self.add_request(prompt, params)
-            for prompt, params in zip(prompt_list, params_list, strict=True)
-        ]
-        outputs: dict[str, RequestOutput] = {}
-        with _progress_bar(len(request_ids), enabled=use_tqdm) as advance:
-            while self.has_unfinished_requests():
-                for output in self.step():
-                    if output.finished:
-                        outputs[output.request_id] = output
-                        advance()
-        return [outputs[request_id] for request_id in request_ids]
+        priorities = _as_priority_list(priority, len(prompt_list))
+        arrivals = zip(prompt_list, params_list, priorities, strict=True)
+        outputs: list[RequestOutput] = []
+        try:
+            with _progress_bar(len(prompt_list), enabled=use_tqdm) as advance:
+                while len(outputs) < len(prompt_list) or self.has_unfinished_requests():
+                    # Prompts wait here while the queue is full; none is refused.
+                    while not self._queue_is_full() and (arrival := next(arrivals, None)):
+                        outputs.append(self._submit(*arrival))
+                    for output in self.step():
+                        if output.finished:
+                            advance()
+        finally:  # nothing of a call that failed half-way stays behind
+            for output in outputs:
+                self._withdraw(output)
+        return outputs
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: Params | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> Iterator[StreamDelta]:
+        """Generate for one prompt and hand on each piece of output as it comes.
+
+        The request is queued at once; the iterator runs steps whenever it has nothing to tell.
+        Several streams may be read in turns, beside `add_request` and `step`: each gets every
+        token once. Closing the iterator, or dropping it, aborts a request that has not ended.
+
+        Args:
+            prompt, sampling_params, request_id, priority: see `add_request`.
+
+        Returns:
+            Deltas, the last of each branch with its `finish_reason`; those of a beam search come
+            whole, at its end.
+
+        Raises:
+            ConfigError: as `add_request`.
+            EngineError: from the iterator: the request's own error, after its last delta.
+        """
+        self._check_open()
+        return self._deltas(
+            self._submit(prompt, sampling_params or SamplingParams(), priority, request_id)
+        )
 
     def beam_search(
         self, prompts: Prompt | Seq[Prompt], params: BeamSearchParams, use_tqdm: bool = True
@@ -170,6 +221,7 @@ class LLM:
             token_ids[:-1],
             SamplingParams(temperature=0.0),
             score_from=len(prompt_token_ids) - 1,
+            num_to_score=len(continuation),
         )
         scoring = self._scorings[request.request_id] = _Scoring(list(continuation))
         self.scheduler.add(request)
@@ -187,48 +239,95 @@ class LLM:
         sampling_params: Params | None = None,
         *,
         request_id: str | None = None,
+        priority: int = 0,
     ) -> str:
         """Queue a request and return its id.
 
-        A request that can never run is not refused here: its output, with the error, comes from
-        the next `step`. One whose branches cannot all grow to `max_tokens` with the whole pool to
-        themselves ends with `finish_reason="length"` when they are as long as they can all be.
+        A request that can never run, or that finds `max_waiting_requests` others in the queue, does
+        not raise here: its output, with the error, comes from the next `step`. One whose branches
+        cannot all grow to `max_tokens` with the whole pool to themselves ends with
+        `finish_reason="length"` when they are as long as they can all be.
+
+        Args:
+            prompt: text or token ids.
+            sampling_params: None samples with the defaults, `BeamSearchParams` search beams.
+            request_id: unique among unfinished requests; None chooses one.
+            priority: the lower value goes first; 0 unless `scheduling_policy="priority"`.
 
         Raises:
-            ConfigError: the id is in use, or the prompt is text and there is no tokenizer.
+            ConfigError: the id is in use, the prompt or the parameters need a tokenizer or a
+                package that the engine lacks, or there is a priority without the policy.
         """
         self._check_open()
         params = sampling_params or SamplingParams()
+        return self._submit(prompt, params, priority, request_id).request_id
+
+    def set_priority(self, request_id: str, priority: int) -> bool:
+        """Change the priority of a waiting or running request; False if there is no such request.
+
+        Raises:
+            ConfigError: the engine does not schedule by priority.
+        """
+        self._check_priority(priority)
+        request = self.scheduler.requests.get(request_id)
+        if request is None:
+            return False
+        self.scheduler.set_priority(request, priority)
+        return True
+
+    def _submit(
+        self,
+        prompt: Prompt,
+        params: Params,
+        priority: int,
+        request_id: str | None = None,
+    ) -> RequestOutput:
+        """Queue a request; returns its live output."""
+        self._check_priority(priority)
         request_id = self._unused_request_id(request_id)
         text, token_ids = self._tokenize(prompt)
+        asked = params if isinstance(params, SamplingParams) else params.for_output
+        recipe, recipe_error = self._recipe(asked)
         max_total_tokens = self._max_total_tokens(len(token_ids), params.num_sequences)
         builders = OutputBuilder.create_branches(
             request_id=request_id,
             prompt=text,
             prompt_token_ids=token_ids,
-            params=params if isinstance(params, SamplingParams) else params.for_output,
+            params=asked,
             eos_token_ids=self._executor.eos_token_ids,
             max_output_tokens=min(params.max_tokens, max_total_tokens - len(token_ids)),
             tokenizer=self.tokenizer,
         )
-        stop_ids, max_output_tokens = builders[0].stop_ids, builders[0].max_output_tokens
-        error = (
-            self._why_infeasible(token_ids)
+        error: EngineError | None = (
+            self._why_infeasible(token_ids, min(params.max_tokens, 1))
             or self._why_outside_vocabulary(token_ids)
-            or self._why_too_many_sequences(params, stop_ids)
+            or self._why_too_many_sequences(params, builders[0].stop_ids)
+            or recipe_error
+            or self._why_refused()
         )
-        request = self._new_request(request_id, token_ids, params)
+        request = self._new_request(
+            request_id,
+            token_ids,
+            params,
+            priority=priority,
+            score_from=None if asked.prompt_logprobs is None else 0,
+            num_to_score=0 if asked.prompt_logprobs is None else len(token_ids) - 1,
+        )
         if error is not None:
             self.scheduler.refuse(request)
             for builder in builders:
                 builder.fail(error)
             self._ended_early.append(builders[0].output)
-            return request_id
+            return builders[0].output
         self._builders[request_id] = builders
+        if recipe is not None:
+            self._states.add(request_id, recipe)
         if isinstance(params, BeamSearchParams):
-            self._searches[request_id] = BeamSearch(params, stop_ids, max_output_tokens)
+            self._searches[request_id] = BeamSearch(
+                params, builders[0].stop_ids, builders[0].max_output_tokens
+            )
         self.scheduler.add(request)
-        return request_id
+        return builders[0].output
 
     def step(self) -> list[RequestOutput]:
         """Run one step.
@@ -269,8 +368,7 @@ class LLM:
 
     def update(self, step: SchedulerOutput, logits: LogitsBatch) -> list[RequestOutput]:
         """Third phase: apply what the step computed."""
-        self.scheduler.advance(step)
-        outputs = self._deliver(step, logits)
+        outputs = self._deliver(step, self.scheduler.advance(step), logits)
         if self.scheduler.observer is not None:
             self.scheduler.observer.step_updated(step.step_id, self.scheduler)
         return outputs
@@ -282,11 +380,10 @@ class LLM:
             return None
         self._searches.pop(request_id, None)
         request = self.scheduler.requests[request_id]
-        self.scheduler.abort(request)
         _note_counts(builders[0].output, request)
-        for builder in builders:
-            if not builder.completion.finished():
-                builder.finish("abort")
+        self._finish_branches(self.scheduler.next_step_id, builders, "abort")
+        self._states.drop(request)
+        self.scheduler.abort(request)
         return builders[0].output
 
     def has_unfinished_requests(self) -> bool:
@@ -310,8 +407,15 @@ class LLM:
         """
         return self.scheduler.blocks.hold_blocks(num_blocks)
 
-    def reset_prefix_cache(self) -> None:
-        """Make all cached content unfindable."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
+        """Make all cached content unfindable.
+
+        Args:
+            reset_running_requests: preempt every running request first, so that nothing computed
+                before this call is ever read again. Their outputs do not change.
+        """
+        if reset_running_requests:
+            self.scheduler.preempt_all()
         self.scheduler.blocks.reset_prefix_cache()
 
     def set_observer(self, observer: EngineObserver | None) -> None:
@@ -400,6 +504,67 @@ class LLM:
         if self._closed:
             raise EngineClosedError("This engine is closed.", "Build a new LLM.")
 
+    def _check_priority(self, priority: int) -> None:
+        if priority != 0 and self.config.scheduling_policy != "priority":
+            raise ConfigError(
+                f"priority={priority}, and the engine serves in order of arrival.",
+                'Build it with scheduling_policy="priority", or leave the priority at 0.',
+            )
+
+    def _recipe(
+        self, params: SamplingParams
+    ) -> tuple[ProcessorRecipe | None, InfeasibleRequestError | None]:
+        """What the request's processors are made of, or why they cannot be made."""
+        if not params.has_processors:
+            return None, None
+        try:
+            return self._recipes.recipe(params), None
+        except InfeasibleRequestError as error:
+            return None, error
+
+    def _queue_is_full(self) -> bool:
+        limit = self.config.max_waiting_requests
+        return limit is not None and len(self.scheduler.waiting) >= limit
+
+    def _why_refused(self) -> QueueFullError | None:
+        if not self._queue_is_full():
+            return None
+        return QueueFullError(
+            f"{len(self.scheduler.waiting)} requests wait already, and max_waiting_requests is "
+            f"{self.config.max_waiting_requests}.",
+            "Try again later, or raise max_waiting_requests.",
+        )
+
+    def _withdraw(self, output: RequestOutput) -> None:
+        """Make sure that nothing more comes of a request."""
+        self._ended_early = [early for early in self._ended_early if early is not output]
+        if not output.finished:
+            self.abort_request(output.request_id)
+
+    def _deltas(self, output: RequestOutput) -> Iterator[StreamDelta]:
+        reader = DeltaReader(output)
+        self._streamed.append(output)
+        try:
+            while True:
+                deltas = reader.read()
+                if deltas:  # and perhaps more when those have been taken
+                    yield from deltas
+                    continue
+                if output.finished:
+                    break
+                stepped = self.step()
+                # What ended for others is kept for the next who asks.
+                self._ended_early += [
+                    other
+                    for other in stepped
+                    if other.finished and not any(other is mine for mine in self._streamed)
+                ]
+        finally:
+            self._streamed = [other for other in self._streamed if other is not output]
+            self._withdraw(output)
+        if output.error is not None:
+            raise output.error
+
     def _begin(
         self, controller: PreemptionController | None, observer: EngineObserver | None
     ) -> None:
@@ -428,6 +593,7 @@ class LLM:
             )
         assert not self._builders, f"requests {list(self._builders)} ended and are still built"
         assert not self._searches, f"searches {list(self._searches)} ended and are kept"
+        assert not self._states, "requests ended and their processors are kept"
         assert not self._scorings, f"scorings {list(self._scorings)} ended and are kept"
         self.scheduler.check_integrity()
         counts = self.scheduler.pool_counts()
@@ -438,7 +604,10 @@ class LLM:
         request_id: str,
         token_ids: list[int],
         params: Params,
+        *,
+        priority: int = 0,
         score_from: int | None = None,
+        num_to_score: int = 0,
     ) -> Request:
         arrival_index = self._num_arrived
         self._num_arrived += 1
@@ -451,7 +620,9 @@ class LLM:
             prompt_token_ids=token_ids,
             params=params,
             seed=seed,
+            priority=priority,
             score_from=score_from,
+            num_to_score=num_to_score,
         )
 
     def _unused_request_id(self, request_id: str | None) -> str:
@@ -484,13 +655,15 @@ class LLM:
         pool_tokens = (num_shared + num_own) * self.config.block_size + 1
         return min(self._executor.max_model_len, max(pool_tokens, num_prompt_tokens + 1))
 
-    def _why_infeasible(self, token_ids: list[int]) -> InfeasibleRequestError | None:
-        """Why these tokens can never be computed by this engine, if they cannot."""
+    def _why_infeasible(
+        self, token_ids: list[int], num_output_tokens: int = 1
+    ) -> InfeasibleRequestError | None:
+        """Why these tokens, and so many after them, are too many for this engine, if they are."""
         num_tokens = len(token_ids)
         pool_tokens = self.num_kv_blocks * self.config.block_size
         if num_tokens == 0:
             return InfeasibleRequestError("The prompt is empty.", "Give at least one token.")
-        if num_tokens >= self._executor.max_model_len:
+        if num_tokens + num_output_tokens > self._executor.max_model_len:
             return InfeasibleRequestError(
                 f"The prompt has {num_tokens} tokens and max_model_len is "
                 f"{self._executor.max_model_len}, which leaves no room for output.",
@@ -536,31 +709,47 @@ class LLM:
             )
         return None
 
-    def _deliver(self, step: SchedulerOutput, logits: LogitsBatch) -> list[RequestOutput]:
-        """Score, sample or search from the step's rows; returns the outputs that changed."""
+    def _deliver(
+        self, step: SchedulerOutput, requests: list[Request | None], logits: LogitsBatch
+    ) -> list[RequestOutput]:
+        """Score, sample or search from the step's rows; returns the outputs that changed.
+
+        Args:
+            step: that was executed.
+            requests: whose each scheduled sequence is, None for rows that nobody wants any more.
+            logits: the step's rows.
+        """
         wanted: list[tuple[Request, Sequence, SampleRequest]] = []
         outputs: dict[str, RequestOutput] = {}
         first_row = 0
-        for item in step.scheduled:
+        for item, request in zip(step.scheduled, requests, strict=True):
             rows = range(first_row, first_row + item.num_logits)
             first_row = rows.stop
-            request_id, branch = item.key
-            request = self.scheduler.requests.get(request_id)
-            sequence = request.sequences.get(branch) if request is not None else None
-            if request is None or sequence is None or not rows:
+            if request is None or not rows:
                 continue
-            sequence.first_wanted_logits += len(rows)
-            if request.score_from is not None:
-                self._take_scores(request, logits, rows)
-            elif request_id in self._searches:
+            sequence = request.sequences[item.key.branch]
+            if request.reads_prompt:
+                rows = self._read_prompt(request, logits, rows)
+                if rows and request.params.max_tokens == 0:
+                    outputs[request.request_id] = self._end_prompt(step.step_id, request)
+                    continue
+            if not rows:
+                continue
+            sequence.first_wanted_logits += 1
+            if request.request_id in self._searches:
                 if self._search(request, sequence, read_row(logits, rows[0])):
-                    outputs[request_id] = self._finish_search(step.step_id, request)
+                    outputs[request.request_id] = self._finish_search(step.step_id, request)
             else:
                 for one in self._branches(request, sequence):
                     wanted.append((request, one, self._sample_request(request, one, rows[0])))
+        if self._states:
+            self._attach_states(wanted)
         tokens = sample(logits, [sample_request for _, _, sample_request in wanted])
         for (request, sequence, _), token in zip(wanted, tokens, strict=True):
-            output = self._append_token(step.step_id, request, sequence, token)
+            if isinstance(token, SampledToken):
+                output = self._append_token(step.step_id, request, sequence, token)
+            else:
+                output = self._fail_branch(step.step_id, request, sequence, token)
             outputs[output.request_id] = output
         return list(outputs.values())
 
@@ -584,21 +773,43 @@ class LLM:
             stop_ids=builder.stop_ids,
         )
 
-    def _take_scores(self, request: Request, logits: LogitsBatch, rows: range) -> None:
-        scoring = self._scorings[request.request_id]
-        num_scored = len(scoring.scores)
-        targets = scoring.continuation[num_scored : num_scored + len(rows)]
-        scoring.scores += score_rows(logits, rows, targets)
-        if len(scoring.scores) == len(scoring.continuation):
+    def _attach_states(self, wanted: list[tuple[Request, Sequence, SampleRequest]]) -> None:
+        for request, sequence, sample_request in wanted:
+            sample_request.state = self._states.of(request, sequence)
+            if sample_request.state is not None:
+                sample_request.output_token_ids = sequence.output_token_ids
+
+    def _read_prompt(self, request: Request, logits: LogitsBatch, rows: range) -> range:
+        """Score given tokens with the rows that predict them; returns the rows to sample from."""
+        if request.score_from is None:
+            return rows
+        sequence = request.sequence
+        done = sequence.first_wanted_logits - request.score_from
+        num = min(len(rows), max(0, request.num_to_score - done))
+        if num == 0:
+            return rows
+        sequence.first_wanted_logits += num
+        scoring = self._scorings.get(request.request_id)
+        if scoring is None:  # the prompt's own tokens, of which nothing predicts the first
+            builder = self._builders[request.request_id][0]
+            assert builder.params.prompt_logprobs is not None
+            targets = sequence.token_ids[done + 1 : done + 1 + num]
+            builder.append_prompt_logprobs(
+                top_logprobs_of_rows(logits, rows[:num], builder.params.prompt_logprobs, targets)
+            )
+            return rows[num:]
+        targets = scoring.continuation[done : done + num]
+        scoring.scores += score_rows(logits, rows[:num], targets)
+        if done + num == request.num_to_score:
             del self._scorings[request.request_id]
             self.scheduler.finish(request, "length")
+        return rows[num:]
 
     def _append_token(
         self, step_id: int, request: Request, sequence: Sequence, token: SampledToken
     ) -> RequestOutput:
         self.scheduler.append_token(sequence, token.token_id)
-        builder = self._builders[request.request_id][sequence.key.branch]
-        text = builder.append(token)
+        text = self._builders[request.request_id][sequence.key.branch].append(token)
         if self.scheduler.observer is not None:
             self.scheduler.observer.tokens_delivered(
                 step_id,
@@ -607,16 +818,53 @@ class LLM:
                 None if token.logprobs is None else [token.logprobs],
                 text,
             )
+        return self._follow_up(request, sequence)
+
+    def _fail_branch(
+        self, step_id: int, request: Request, sequence: Sequence, error: EngineError
+    ) -> RequestOutput:
+        """No token can be chosen for the branch: it ends alone, the others go on."""
+        text = self._builders[request.request_id][sequence.key.branch].fail(error)
+        self._tell_text(step_id, sequence.key, text)
+        return self._follow_up(request, sequence)
+
+    def _follow_up(self, request: Request, sequence: Sequence) -> RequestOutput:
+        """Let the branch, or the request, end if the branch's output says so."""
+        builder = self._builders[request.request_id][sequence.key.branch]
         output = builder.output
         _note_counts(output, request)
         reason = builder.completion.finish_reason
         if output.finished:
             assert reason is not None
-            del self._builders[request.request_id]
-            self.scheduler.finish(request, reason)
+            self._finish(request, reason)
         elif reason is not None:
             self.scheduler.end_branch(request, sequence)
         return output
+
+    def _end_prompt(self, step_id: int, request: Request) -> RequestOutput:
+        """The prompt is computed, and no token after it is wanted."""
+        builders = self._builders[request.request_id]
+        self._finish_branches(step_id, builders, "length")
+        _note_counts(builders[0].output, request)
+        self._finish(request, "length")
+        return builders[0].output
+
+    def _finish(self, request: Request, reason: str) -> None:
+        del self._builders[request.request_id]
+        self._states.drop(request)
+        self.scheduler.finish(request, reason)
+
+    def _finish_branches(self, step_id: int, builders: list[OutputBuilder], reason: str) -> None:
+        """End the branches that have not ended."""
+        for builder in builders:
+            if not builder.completion.finished():
+                key = SequenceKey(builder.output.request_id, builder.completion.index)
+                self._tell_text(step_id, key, builder.finish(reason))
+
+    def _tell_text(self, step_id: int, key: SequenceKey, text: str) -> None:
+        """Text that was held back until the branch ended without another token."""
+        if text and self.scheduler.observer is not None:
+            self.scheduler.observer.tokens_delivered(step_id, key, [], None, text)
 
     def _search(self, request: Request, sequence: Sequence, row: NDArray[np.float64]) -> bool:
         """Take in a beam's logits and go on when all beams have theirs; True ends the search."""
@@ -726,6 +974,16 @@ def _as_params_list(params: Params | Seq[Params] | None, num_prompts: int) -> li
             "Give one for all prompts, or one per prompt.",
         )
     return list(params)
+
+
+def _as_priority_list(priority: Seq[int] | None, num_prompts: int) -> list[int]:
+    if priority is None:
+        return [0] * num_prompts
+    if len(priority) != num_prompts:
+        raise ConfigError(
+            f"{len(priority)} priorities for {num_prompts} prompts.", "Give one per prompt."
+        )
+    return list(priority)
 
 
 @contextmanager

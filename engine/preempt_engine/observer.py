@@ -30,6 +30,9 @@ class EngineObserver:
     ) -> None:
         """A request entered the waiting queue; `step_id` is the next step's."""
 
+    def priority_changed(self, step_id: int, request_id: str, priority: int) -> None:
+        """An unfinished request was given another priority, before step `step_id`."""
+
     def scheduled(self, step_id: int, key: SequenceKey, start: int, end: int) -> None:
         """The step computes positions [start, end) of the sequence."""
 
@@ -72,7 +75,8 @@ class EngineObserver:
         Args:
             mode: "recompute" or "swap", as it was done.
             phase: what its first branch was doing.
-            reason: "out_of_blocks" or "forced".
+            reason: "out_of_blocks", "priority" (for a more urgent request) or "forced" (from
+                outside).
             num_computed_tokens, num_tokens: sums over its branches; a token of a shared block
                 counts once for each.
         """
@@ -183,7 +187,7 @@ class PoolState:
         ref_counts: block id -> references, for referenced blocks only.
         tables: sequence -> block table, for every sequence that owns blocks.
         waiting: request ids, in queue order.
-        running: request ids, in admission order.
+        running: request ids, in order of precedence.
         counters: the engine's own totals by name.
         num_host_blocks: size of the swap space.
         host_free: ids of host blocks that can be taken.

@@ -25,6 +25,7 @@ class OutputBuilder:
         completion: what the user gets of this branch, one of `output.outputs`.
         params: what the user asked for.
         eos_token_ids: ids that end the branch unless `ignore_eos`.
+        stop_ids: ids that end the branch, and that `min_tokens` bans.
         max_output_tokens: by `max_tokens`, the model's length and the pool.
         detokenizer: None without a tokenizer.
     """
@@ -33,6 +34,7 @@ class OutputBuilder:
     completion: CompletionOutput
     params: SamplingParams
     eos_token_ids: frozenset[int]
+    stop_ids: frozenset[int]
     max_output_tokens: int
     detokenizer: IncrementalDetokenizer | None
 
@@ -49,29 +51,33 @@ class OutputBuilder:
         tokenizer: Tokenizer | None,
     ) -> list[OutputBuilder]:
         """Empty outputs for the `params.n` branches of a new request."""
+        eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         output = RequestOutput(
             request_id=request_id,
             prompt=prompt,
             prompt_token_ids=prompt_token_ids,
             outputs=[_empty_completion(index, params) for index in range(params.n)],
             finished=False,
+            # Nothing predicts the first token.
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
         return [
             cls(
                 output=output,
                 completion=completion,
                 params=params,
-                eos_token_ids=frozenset() if params.ignore_eos else eos_token_ids,
+                eos_token_ids=eos_token_ids,
+                stop_ids=eos_token_ids | frozenset(params.stop_token_ids),
                 max_output_tokens=max_output_tokens,
                 detokenizer=_detokenizer(tokenizer, params),
             )
             for completion in output.outputs
         ]
 
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Ids that end the branch, and that `min_tokens` bans."""
-        return self.eos_token_ids | frozenset(self.params.stop_token_ids)
+    def append_prompt_logprobs(self, logprobs: list[dict[int, float]]) -> None:
+        """Take in the log probabilities of the next tokens of the prompt."""
+        assert self.output.prompt_logprobs is not None
+        self.output.prompt_logprobs += logprobs
 
     def append(self, token: SampledToken) -> str:
         """Take in the next token; returns the new text.
@@ -110,10 +116,10 @@ class OutputBuilder:
         self.output.finished = all(branch.finished() for branch in self.output.outputs)
         return text
 
-    def fail(self, error: EngineError) -> None:
-        """End the branch with an error of the request."""
+    def fail(self, error: EngineError) -> str:
+        """End the branch with an error of the request; returns the text that was held back."""
         self.output.error = error
-        self.finish("error")
+        return self.finish("error")
 
     def _push(self, token_id: int) -> str:
         if self.detokenizer is None:

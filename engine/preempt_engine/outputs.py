@@ -45,6 +45,8 @@ class RequestOutput:
         prompt_token_ids: its ids.
         outputs: one per branch; those of a beam search are empty until it has ended.
         finished: no more tokens will come.
+        prompt_logprobs: per prompt token, {token id: log probability}, None for the first; grows
+            as the prompt is computed. None when not asked for.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
         num_preemptions: times the request lost its blocks.
         error: why `finish_reason` is "error".
@@ -55,6 +57,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    prompt_logprobs: list[dict[int, float] | None] | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     error: EngineError | None = None
@@ -66,6 +69,29 @@ class RequestOutput:
         if name == "token_ids":
             return self.outputs[0].token_ids
         raise KeyError(f"{name!r}; known: 'text', 'token_ids'")
+
+
+@dataclass(slots=True, frozen=True)
+class StreamDelta:
+    """What is new of one branch since the delta before.
+
+    Attributes:
+        request_id: of the request.
+        index: branch.
+        text: new text.
+        token_ids: new output token ids; their text may come later.
+        logprobs: one entry per new token; None when not asked for.
+        finish_reason: set in the last delta of the branch, else None.
+        stop_reason: the stop string or stop token id that ended it, if one did.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, float]] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
 
 
 @dataclass(slots=True, frozen=True)

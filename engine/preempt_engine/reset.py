@@ -13,6 +13,8 @@ RESETTABLE_FIELDS = frozenset(
         "num_kv_blocks",
         "max_num_batched_tokens",
         "max_num_seqs",
+        "max_waiting_requests",
+        "scheduling_policy",
         "preemption_mode",
         "swap_space_blocks",
         "watermark",

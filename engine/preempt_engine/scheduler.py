@@ -1,15 +1,30 @@
 """Decides what each step computes. Owns the queues; knows no tensors, no text, no sampling.
 
 One mechanism: every sequence has tokens still to compute, and a step computes the next of them up
-to a budget. Running requests come first, in admission order; then waiting ones, in arrival order,
-swapped ones among them. Sequences are scheduled one by one, requests are admitted and preempted.
+to a budget. Running requests come first, then waiting ones, swapped ones among them, each in order
+of precedence: priority (with `scheduling_policy="priority"`; else all are equal), then arrival.
+Sequences are scheduled one by one, requests are admitted and preempted.
+
+Nobody waits for ever among equals. The first of the running requests computes at least one token in
+every step and is never a victim unless it is alone, and no request is admitted before one that
+precedes it. So a request r ends after at most
+
+    sum of N(q) + interruptions * max of N(q)          N(q) = prompt tokens + n * max_tokens
+
+steps, over r and all q that precede it at any time of its stay. Interruptions are arrivals that
+precede r, changes of priority, and cache resets that preempt. With swapping it is twice as many:
+the first may wait one step for each of its tokens, while the blocks it takes are copied to the
+host. The bound is the engine's own: preemptions forced from outside and blocks withheld from
+requests void it.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 
 from preempt_engine.admission import Placement, WaitingQueue, num_blocks_to_admit, place
 from preempt_engine.block_manager import BlockManager
@@ -24,7 +39,12 @@ from preempt_engine.step import (
     state_checksum,
 )
 from preempt_engine.swapping import Swapper
-from preempt_engine.victims import ForcedPreemption, PreemptionController, choose_victim
+from preempt_engine.victims import (
+    ForcedPreemption,
+    PreemptionController,
+    choose_victim,
+    victims_for,
+)
 
 Work = list[tuple[Sequence, int]]  # sequences to compute, each with one past its last position
 
@@ -56,6 +76,9 @@ class Counters:
     num_copied_blocks: int = 0
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
+
+
+_precedence = attrgetter("precedence")
 
 
 class Scheduler:
@@ -166,6 +189,30 @@ class Scheduler:
         """Preempt the request before the next step is scheduled, if it runs then."""
         self._forced[request_id] = mode
 
+    def set_priority(self, request: Request, priority: int) -> None:
+        """Give an unfinished request another place, in the queue or among those that run."""
+        is_waiting = request.status is RequestStatus.WAITING
+        if is_waiting:
+            self.waiting.remove(request)
+        request.priority = priority
+        if is_waiting:
+            self.waiting.push(request)
+        else:
+            self.running.sort(key=_precedence)
+        if self.observer is not None:
+            self.observer.priority_changed(self.next_step_id, request.request_id, priority)
+
+    def preempt_all(self) -> None:
+        """Every running request loses its blocks now, between steps, and every swapped one its own.
+
+        All are recomputed, whatever the engine's mode: a swap is part of a step, and would keep
+        what was computed.
+        """
+        next_step = SchedulerOutput(step_id=self.next_step_id)  # a name for the report
+        swapped = [request for request in self.waiting.in_order() if request.host_blocks]
+        for request in [*reversed(self.running), *swapped]:
+            self._preempt(next_step, request, "forced", "recompute")
+
     def finish(self, request: Request, reason: str) -> None:
         """The request ended by itself."""
         self._leave(request)
@@ -188,6 +235,8 @@ class Scheduler:
         forced = self._take_forced(step.step_id)
         for request, mode in forced:
             self._preempt(step, request, "forced", mode)
+        if self.config.scheduling_policy == "priority" and not forced:
+            self._admit_urgent(step)
         budget = self._schedule_running(step, self.config.max_num_batched_tokens)
         if not forced:
             self._schedule_waiting(step, budget)
@@ -201,14 +250,23 @@ class Scheduler:
             self._step_in_flight = step.step_id
         return step
 
-    def advance(self, step: SchedulerOutput) -> None:
-        """The step is done: what it computed is in the cache, what waited for it is free."""
+    def advance(self, step: SchedulerOutput) -> list[Request | None]:
+        """The step is done: what it computed is in the cache, what waited for it is free.
+
+        Returns:
+            Whose each scheduled sequence is; None where it ended or lost its blocks while the step
+            ran. What was computed for that one is of no use: it is computed again, and gives the
+            same.
+        """
+        requests: list[Request | None] = []
         for item in step.scheduled:
             request_id, branch = item.key
             request = self.requests.get(request_id)
             sequence = request.sequences.get(branch) if request is not None else None
-            if sequence is None:  # ended while the step ran
+            if sequence is None or not sequence.known_to_workers:
+                requests.append(None)
                 continue
+            requests.append(request)
             sequence.set_computed(item.end)
             if sequence.followers:
                 sequence.release_followers()
@@ -219,6 +277,47 @@ class Scheduler:
         self._step_in_flight = None
         self.blocks.pass_fence(step.step_id)
         self.swapper.host.pass_fence(step.step_id)
+        return requests
+
+    def _admit_urgent(self, step: SchedulerOutput) -> None:
+        """Admit waiting requests that are more urgent than a running one, at its cost if need be.
+
+        Done before anything is scheduled, so there are no tokens to take back from a victim. While
+        a step is in flight the blocks of a victim are not free: to evict it would not make room.
+        Nor are they while it is copied to the host: then the request comes in the next step.
+        """
+        if self._step_in_flight is not None:
+            return
+        while len(self.waiting) and self.running:
+            request = self.waiting.peek()
+            if request.priority >= self.running[-1].priority:
+                return
+            victims = self._victims_for(request)
+            if victims is None:
+                return
+            for victim in victims:
+                self._preempt(step, victim, "priority")
+            if step.swap_out or not self._admit(step, request):
+                return
+
+    def _victims_for(self, request: Request) -> list[Request] | None:
+        """Who must go so that the head of the queue can run; None if nobody would help."""
+        hits: set[int] = set()
+        if request.host_blocks is not None:
+            num_blocks = self.swapper.num_blocks_to_return(request)
+        else:
+            placements = place(request, self.blocks)
+            num_blocks = num_blocks_to_admit(placements, self.blocks)
+            hits.update(*(placement.hits for placement in placements))
+        return victims_for(
+            request,
+            self.running,
+            self.blocks,
+            num_blocks=num_blocks,
+            hits=hits,
+            max_num_seqs=self.config.max_num_seqs,
+            num_watermark_blocks=self.num_watermark_blocks,
+        )
 
     def _schedule_running(self, step: SchedulerOutput, budget: int) -> int:
         """Returns what is left of the budget: nothing when blocks ran short.
@@ -334,7 +433,7 @@ class Scheduler:
         elif not self._find_room(step, request, num_available):
             return False
         self.waiting.pop()
-        self.running.append(request)
+        insort(self.running, request, key=_precedence)
         request.status = RequestStatus.RUNNING
         for sequence in request.sequences.values():
             sequence.num_steps_since_admission = 0
@@ -463,11 +562,13 @@ class Scheduler:
             fence = step.step_id if step.swap_out else self._step_in_flight
             for sequence in request.sequences.values():
                 self._free_blocks(step.step_id, sequence, fence)
-        self.running.remove(request)
-        request.status = RequestStatus.WAITING
+            self.swapper.discard(request, fence)
         request.num_preemptions += 1
         self.counters.num_preemptions += 1
-        self.waiting.push(request)
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            request.status = RequestStatus.WAITING
+            self.waiting.push(request)
 
     def _swap_out(self, step: SchedulerOutput, request: Request) -> None:
         pairs = self.swapper.swap_out(request, step.step_id)
@@ -524,6 +625,7 @@ class Scheduler:
         self.blocks.check_integrity(self._sequences())
         for request in self.running:
             assert request.status is RequestStatus.RUNNING
+        assert self.running == sorted(self.running, key=_precedence)
         for request in self.waiting.in_order():
             assert request.status is RequestStatus.WAITING
             assert not any(sequence.block_table for sequence in request.sequences.values())
@@ -589,5 +691,5 @@ class Scheduler:
                 request.request_id,
                 request.sequence.token_ids,
                 request.params.max_tokens,
-                0,
+                request.priority,
             )

@@ -165,13 +165,17 @@ class Request:
 
     Attributes:
         request_id: unique among unfinished requests.
-        arrival_index: counts every request of the engine; the order of the queue.
+        arrival_index: counts every request of the engine.
+        priority: the lower value is the more urgent.
         params: how to sample or search, and until when.
         seed: of the request's noise.
         sequences: its live branches by number; a branch that ended or was dropped is not there.
         num_seqs: sequences it counts for: `n` less the branches that ended, or the beam width.
         next_branch: number of the next fork; numbers are not used twice.
-        score_from: for scoring, the first position whose logits are wanted; None generates.
+        score_from: the first position whose logits are wanted to score the token after it; None
+            scores nothing.
+        num_to_score: how many positions from there on.
+        reads_prompt: rows of its prompt are wanted, or no token after it.
         host_blocks: while it is swapped out, block of a `swapped_table` -> host block with its
             content; None while it is not.
         num_preemptions: times it lost its blocks.
@@ -184,8 +188,11 @@ class Request:
     seed: int
     sequences: dict[int, Sequence]
     num_seqs: int
+    priority: int = 0
     next_branch: int = 1
     score_from: int | None = None
+    num_to_score: int = 0
+    reads_prompt: bool = False
     host_blocks: dict[int, int] | None = None
     status: RequestStatus = RequestStatus.WAITING
     num_preemptions: int = 0
@@ -200,7 +207,9 @@ class Request:
         prompt_token_ids: Seq[int],
         params: SamplingParams | BeamSearchParams,
         seed: int,
+        priority: int = 0,
         score_from: int | None = None,
+        num_to_score: int = 0,
     ) -> Request:
         """A new request with one sequence."""
         num_prompt_tokens = len(prompt_token_ids)
@@ -218,10 +227,21 @@ class Request:
             seed=seed,
             sequences={0: sequence},
             num_seqs=params.num_sequences,
+            priority=priority,
             score_from=score_from,
+            num_to_score=num_to_score,
+            reads_prompt=score_from is not None or params.max_tokens == 0,
         )
 
     @property
     def sequence(self) -> Sequence:
         """The first live branch."""
         return next(iter(self.sequences.values()))
+
+    @property
+    def precedence(self) -> tuple[int, int]:
+        """The order in which requests are served, everywhere; no two have the same.
+
+        A preemption does not change it: the request returns to its old place.
+        """
+        return self.priority, self.arrival_index

@@ -32,6 +32,10 @@ class Tokenizer(Protocol):
         """Ids of a prompt, with the special tokens that the tokenizer puts around it."""
         ...
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a piece of text, without the special tokens of a prompt."""
+        ...
+
     def decode(self, token_ids: Seq[int]) -> str:
         """Text of the ids, special tokens left out; U+FFFD stands for bytes that are no UTF-8."""
         ...
@@ -60,6 +64,11 @@ class HFTokenizer:
         )
 
     @property
+    def transformers_tokenizer(self) -> Any:
+        """The library's own object, for libraries that take nothing else."""
+        return self._tokenizer
+
+    @property
     def vocab_size(self) -> int:
         return len(self._tokenizer)
 
@@ -70,6 +79,10 @@ class HFTokenizer:
 
     def encode(self, text: str) -> list[int]:
         token_ids: list[int] = self._tokenizer.encode(text)
+        return token_ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return token_ids
 
     def decode(self, token_ids: Seq[int]) -> str:
@@ -146,6 +159,10 @@ class ExactTokenizer:
                 f"Use the {self.vocab_size} characters {self._characters!r}, or pass token ids.",
             )
         return [self._ids[character] for character in text]
+
+    def encode_plain(self, text: str) -> list[int]:
+        """As `encode`: there are no special tokens."""
+        return self.encode(text)
 
     def decode(self, token_ids: Seq[int]) -> str:
         assert all(0 <= token_id < self.vocab_size for token_id in token_ids), token_ids

@@ -1,16 +1,24 @@
-"""Who loses its blocks: by the engine's own need, or because a controller says so."""
+"""Who loses its blocks: by the engine's own need, or because a controller says so.
+
+Running requests stand in order of precedence, so the least urgent is the last. A step schedules
+them from the first on, which gives the rule that matters most for nothing: a request that was
+scheduled in this step is never its victim.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple, Protocol
 
+from preempt_engine.block_manager import BlockManager
 from preempt_engine.config import PreemptionMode
 from preempt_engine.sequence import Request
 
 
 def choose_victim(running: Sequence[Request]) -> Request:
-    """The request that was admitted last: the oldest always keeps going, so the engine does."""
+    """The least urgent, of equals the latest: the first always keeps going, so the engine does."""
     return running[-1]
 
 
@@ -19,6 +27,96 @@ class ForcedPreemption(NamedTuple):
 
     request_id: str
     mode: PreemptionMode | None = None
+
+
+def victims_for(
+    newcomer: Request,
+    running: Sequence[Request],
+    blocks: BlockManager,
+    *,
+    num_blocks: int,
+    hits: AbstractSet[int],
+    max_num_seqs: int,
+    num_watermark_blocks: int,
+) -> list[Request] | None:
+    """The fewest of the least urgent that must go so that a more urgent request can run.
+
+    Only requests with a strictly higher priority value may go: equals never evict each other. A
+    victim gives up the same blocks in either mode of preemption; swapped ones come free a step
+    later, when they are copied.
+
+    Args:
+        newcomer: head of the waiting queue.
+        running: in order of precedence.
+        blocks: the pool, with no step in flight.
+        num_blocks: what it would take from the pool as it is, cached blocks that it would share
+            included.
+        hits: blocks that it would share, cached or in use.
+        max_num_seqs: most sequences that run at once.
+        num_watermark_blocks: to be left free unless nobody else runs.
+
+    Returns:
+        Victims, the least urgent first; empty when it fits as it is. None when it would not fit
+        even without all of them: then nobody is evicted, since it would be in vain.
+    """
+    victims: list[Request] = []
+    freed = _FreedBlocks(blocks)
+    # What the others need to go on in this very step: were it not left to them, the newcomer would
+    # be evicted at once.
+    num_growth_blocks = sum(_num_growth_blocks(request, blocks) for request in running)
+    num_seqs = newcomer.num_seqs + sum(request.num_seqs for request in running)
+    while True:
+        survivors = len(running) - len(victims)
+        num_wanted = num_blocks + freed.num_of(hits) + num_growth_blocks
+        num_wanted += num_watermark_blocks if survivors else 0
+        if num_seqs <= max_num_seqs and num_wanted <= freed.num_available_blocks:
+            return victims
+        if not survivors or running[survivors - 1].priority <= newcomer.priority:
+            return None
+        victim = running[survivors - 1]
+        victims.append(victim)
+        freed.add(victim)
+        num_seqs -= victim.num_seqs
+        num_growth_blocks -= _num_growth_blocks(victim, blocks)
+
+
+class _FreedBlocks:
+    """Blocks that nobody would refer to any more if some requests were evicted.
+
+    Args:
+        blocks: the pool; it is only looked at.
+    """
+
+    def __init__(self, blocks: BlockManager) -> None:
+        self._blocks = blocks
+        self._references: Counter[int] = Counter()
+        self._freed: set[int] = set()
+
+    @property
+    def num_available_blocks(self) -> int:
+        """What the pool could hand out then."""
+        return self._blocks.num_available_blocks + len(self._freed)
+
+    def num_of(self, block_ids: AbstractSet[int]) -> int:
+        """How many of these blocks would be free, and are in use now."""
+        return len(self._freed & block_ids)
+
+    def add(self, request: Request) -> None:
+        """Suppose that the request is evicted too."""
+        for sequence in request.sequences.values():
+            for block_id in sequence.block_table:
+                self._references[block_id] += 1
+                if self._references[block_id] == self._blocks.ref_counts[block_id]:
+                    self._freed.add(block_id)
+
+
+def _num_growth_blocks(request: Request, blocks: BlockManager) -> int:
+    """Blocks that the request lacks, copies included, to compute the tokens it knows."""
+    return blocks.num_to_write(
+        (sequence, sequence.num_tokens)
+        for sequence in request.sequences.values()
+        if sequence.num_computed_tokens < sequence.num_tokens and not sequence.follows
+    )
 
 
 class PreemptionController(Protocol):
@@ -31,6 +129,6 @@ class PreemptionController(Protocol):
 
         Args:
             step_id: of the step about to be scheduled.
-            running: requests in admission order; not to be changed.
+            running: requests in order of precedence; not to be changed.
         """
         ...

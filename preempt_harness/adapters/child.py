@@ -321,6 +321,14 @@ class ChildSession:
         """See `Session`."""
         self._ask(Call(method="reset_prefix_cache"))
 
+    def reset_running_requests(self) -> None:
+        """See `Session`."""
+        self._ask(Call(method="reset_running_requests"))
+
+    def set_priority(self, request: str, priority: int) -> None:
+        """See `Session`."""
+        self._ask(Call(method="set_priority", name=request, number=priority))
+
     def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> list[Score]:
         """See `Session`."""
         call = Call(method="score", prompt=list(prompt), continuation=list(continuation))

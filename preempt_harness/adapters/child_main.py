@@ -156,6 +156,10 @@ class _Server:
                 return Reply(number=session.hold_blocks(call.number))
             case "reset_prefix_cache":
                 session.reset_prefix_cache()
+            case "reset_running_requests":
+                session.reset_running_requests()
+            case "set_priority":
+                session.set_priority(call.name, call.number)
             case "score":
                 return Reply(scores=session.score(call.prompt, call.continuation))
             case _:

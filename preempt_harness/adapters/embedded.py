@@ -14,8 +14,9 @@ from preempt_harness.adapters import protocol
 from preempt_harness.adapters.embedded_pool import EnginePool
 from preempt_harness.adapters.protocol import EngineSettings, KnownIssue, SessionInfo
 from preempt_harness.admission import AdmissionModel
+from preempt_harness.processors import PROCESSORS
 from preempt_harness.record import AnyEvent, RequestResult, Score, SequenceOutput
-from preempt_harness.workload import RequestSpec, SamplingSpec
+from preempt_harness.workload import BeamSpec, RequestSpec, SamplingSpec
 
 if TYPE_CHECKING:
     from preempt_engine import LLM, BeamSearchParams, RequestOutput, SamplingParams
@@ -28,7 +29,7 @@ class EmbeddedAdapter:
     """Adapter "embedded"."""
 
     name = "embedded"
-    capabilities = protocol.CAPABILITIES - {protocol.PRIORITY}
+    capabilities = protocol.CAPABILITIES
     models: tuple[str, ...] = (
         "exact",
         "tiny-llama",
@@ -128,7 +129,10 @@ class EmbeddedSession:
     def submit(self, request: RequestSpec) -> None:
         """Queue the request."""
         self.llm.add_request(
-            request.prompt_token_ids, _params(request.sampling), request_id=request.id
+            request.prompt_token_ids,
+            _params(request.sampling),
+            request_id=request.id,
+            priority=request.priority,
         )
         self._unfinished.add(request.id)
 
@@ -181,6 +185,14 @@ class EmbeddedSession:
         """Forget cached content."""
         self.llm.reset_prefix_cache()
 
+    def reset_running_requests(self) -> None:
+        """Preempt all that run, then forget cached content."""
+        self.llm.reset_prefix_cache(reset_running_requests=True)
+
+    def set_priority(self, request: str, priority: int) -> None:
+        """Give an unfinished request another priority."""
+        self.llm.set_priority(request, priority)
+
     def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> list[Score]:
         """Teacher-forced scores; their events are not part of the trial."""
         self.llm.set_observer(None)
@@ -209,19 +221,40 @@ _SAMPLING_FIELDS = (
     "stop",
     "stop_token_ids",
     "logprobs",
+    "prompt_logprobs",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "bad_words",
 )
 
 
 def _params(spec: SamplingSpec) -> SamplingParams | BeamSearchParams:
-    from preempt_engine import BeamSearchParams, SamplingParams
+    return _sampling_params(spec) if spec.beam is None else _beam_params(spec, spec.beam)
 
-    if spec.beam is None:
-        return SamplingParams(**{name: getattr(spec, name) for name in _SAMPLING_FIELDS})
+
+def _sampling_params(spec: SamplingSpec) -> SamplingParams:
+    from preempt_engine import SamplingParams, StructuredOutputsParams
+
+    structured_outputs = None
+    if spec.json_schema is not None or spec.regex is not None:
+        structured_outputs = StructuredOutputsParams(json=spec.json_schema, regex=spec.regex)
+    return SamplingParams(
+        **{name: getattr(spec, name) for name in _SAMPLING_FIELDS},
+        logits_processors=tuple(PROCESSORS[name]() for name in spec.logits_processors),
+        structured_outputs=structured_outputs,
+    )
+
+
+def _beam_params(spec: SamplingSpec, beam: BeamSpec) -> BeamSearchParams:
+    from preempt_engine import BeamSearchParams
+
     return BeamSearchParams(
-        beam_width=spec.beam.num_beams,
+        beam_width=beam.num_beams,
         max_tokens=spec.max_tokens,
-        length_penalty=spec.beam.length_penalty,
-        early_stopping=cast("bool | Literal['never']", spec.beam.early_stopping),
+        length_penalty=beam.length_penalty,
+        early_stopping=cast("bool | Literal['never']", beam.early_stopping),
         ignore_eos=spec.ignore_eos,
         stop_token_ids=spec.stop_token_ids,
     )
@@ -242,6 +275,8 @@ def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[st
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "max_num_seqs": settings.max_num_seqs,
         "max_model_len": settings.max_model_len,
+        "scheduling_policy": settings.scheduling_policy,
+        "max_waiting_requests": settings.max_waiting_requests,
         "watermark": settings.watermark,
         "enable_prefix_caching": settings.enable_prefix_caching,
         "seed": settings.seed,
@@ -302,6 +337,7 @@ def _result(output: RequestOutput) -> RequestResult:
         error=str(output.error or ""),
         num_cached_tokens=output.num_cached_tokens,
         num_preemptions=output.num_preemptions,
+        prompt_logprobs=output.prompt_logprobs,
     )
 
 

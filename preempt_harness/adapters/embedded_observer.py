@@ -23,6 +23,7 @@ class RecordingObserver(EngineObserver):
 
     event_names = (
         "Arrived",
+        "PriorityChanged",
         "Scheduled",
         "BlocksAllocated",
         "BlocksFreed",
@@ -108,6 +109,11 @@ class RecordingObserver(EngineObserver):
                 max_tokens=max_tokens,
                 priority=priority,
             )
+        )
+
+    def priority_changed(self, step_id: int, request_id: str, priority: int) -> None:
+        self._events.append(
+            record.PriorityChanged(step=step_id, request=request_id, priority=priority)
         )
 
     def scheduled(self, step_id: int, key: SequenceKey, start: int, end: int) -> None:

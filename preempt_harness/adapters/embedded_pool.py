@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 # What an engine is built for, unless the trial asks for more: then most later trials fit it.
 _NUM_BLOCKS = 1024
 _NUM_BATCHED_TOKENS = 2048
-_MAX_KEPT = 2
+# A suite mixes that many block sizes; each takes workers of its own.
+_MAX_KEPT = 4
 
 
 class EnginePool:

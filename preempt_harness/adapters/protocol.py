@@ -24,6 +24,7 @@ HOLD_BLOCKS = "hold_blocks"
 ABORT = "abort"
 SCORE = "score"
 RESET_PREFIX_CACHE = "reset_prefix_cache"
+RESET_RUNNING_REQUESTS = "reset_running_requests"
 # What the engine does.
 RECOMPUTE = "recompute"  # preempts by recompute
 SWAP = "swap"  # preempts by swap
@@ -41,9 +42,17 @@ MAX_MODEL_LEN = "max_model_len"
 STATE_CHECK = "state_check"  # option debug_worker_state: workers compare with the scheduler
 POISON = "poison"
 TENSOR_PARALLEL = "tensor_parallel"
-PRIORITY = "priority"
+PRIORITY = "priority"  # `scheduling_policy`, and `set_priority`
 PARALLEL_SAMPLING = "parallel_sampling"  # several outputs of one prompt: `n`
 BEAM_SEARCH = "beam_search"
+QUEUE_LIMIT = "queue_limit"
+PROMPT_LOGPROBS = "prompt_logprobs"
+PENALTIES = "penalties"  # repetition, presence, frequency
+LOGIT_BIAS = "logit_bias"
+BAD_WORDS = "bad_words"
+LOGITS_PROCESSORS = "logits_processors"
+STRUCTURED_OUTPUTS = "structured_outputs"  # JSON schema and regular expression
+PROMPT_ONLY = "prompt_only"  # `max_tokens` of 0
 
 CAPABILITIES = frozenset(
     {
@@ -53,6 +62,7 @@ CAPABILITIES = frozenset(
         ABORT,
         SCORE,
         RESET_PREFIX_CACHE,
+        RESET_RUNNING_REQUESTS,
         RECOMPUTE,
         SWAP,
         PREFIX_CACHING,
@@ -72,6 +82,14 @@ CAPABILITIES = frozenset(
         PRIORITY,
         PARALLEL_SAMPLING,
         BEAM_SEARCH,
+        QUEUE_LIMIT,
+        PROMPT_LOGPROBS,
+        PENALTIES,
+        LOGIT_BIAS,
+        BAD_WORDS,
+        LOGITS_PROCESSORS,
+        STRUCTURED_OUTPUTS,
+        PROMPT_ONLY,
     }
 )
 
@@ -86,6 +104,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         max_num_batched_tokens: token budget of a step.
         max_num_seqs: most requests that run at once.
         max_model_len: most tokens of a request; None takes the model's limit.
+        scheduling_policy: "fcfs", or "priority" (needs `PRIORITY`).
+        max_waiting_requests: most requests in the waiting queue when one arrives (needs
+            `QUEUE_LIMIT`); None sets no limit.
         watermark: share of the pool that admission leaves free.
         enable_prefix_caching: whether full blocks can be found again.
         seed: of the engine.
@@ -101,6 +122,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
     max_model_len: int | None = None
+    scheduling_policy: str = "fcfs"
+    max_waiting_requests: int | None = None
     watermark: float = 0.0
     enable_prefix_caching: bool = True
     seed: int = 0
@@ -179,6 +202,14 @@ class Session(Protocol):
 
     def reset_prefix_cache(self) -> None:
         """Forget cached content; needs `RESET_PREFIX_CACHE`."""
+        ...
+
+    def reset_running_requests(self) -> None:
+        """Preempt all that run, then forget cached content; needs `RESET_RUNNING_REQUESTS`."""
+        ...
+
+    def set_priority(self, request: str, priority: int) -> None:
+        """Give an unfinished request another priority; needs `PRIORITY`."""
         ...
 
     def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> list[Score]:

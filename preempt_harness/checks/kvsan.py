@@ -233,6 +233,8 @@ class KVSan:
     def _preempted(self, event: Preempted) -> None:
         if event.mode == "swap":
             self._swapped.add(event.request)
+        else:  # perhaps its host blocks
+            self._swapped.discard(event.request)
         for seq in self._branches.get(event.request, ()):
             self._lose_blocks(seq)
 

@@ -281,10 +281,13 @@ def test_stop_ids_outside_the_vocabulary_ban_nothing() -> None:
     assert sample(Logits([[0.0, 1.0, 2.0]]), [item])[0].token_id == 2
 
 
-def test_a_ban_of_the_whole_vocabulary_is_an_error() -> None:
-    item = request(replace(GREEDY, min_tokens=1), stop_ids=range(3))
-    with pytest.raises(InfeasibleRequestError, match="all 3 tokens of the vocabulary"):
-        sample(Logits([[0.0, 1.0, 2.0]]), [item])
+def test_a_ban_of_the_whole_vocabulary_is_an_error_of_that_request_alone() -> None:
+    banned = request(replace(GREEDY, min_tokens=1), 0, stop_ids=range(3))
+    error, other = sample(Logits([[0, 3, 1], [0, 0, 2]]), [banned, request(GREEDY, 1)])
+    assert isinstance(error, InfeasibleRequestError)
+    assert "Every one of the 3 tokens" in str(error)
+    assert "by min_tokens" in str(error)
+    assert other == SampledToken(2, None)
 
 
 # Log probabilities --------------------------------------------------------------------------------

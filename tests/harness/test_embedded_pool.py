@@ -48,7 +48,9 @@ def test_another_block_size_takes_other_workers(adapter: EmbeddedAdapter) -> Non
     first = adapter.kept_process_ids()
     run(adapter, settings_of(block_size=2, num_blocks=20))
     assert len(adapter.kept_process_ids() - first) == 2
-    run(adapter, settings_of(block_size=1, num_blocks=40))
+    for block_size in (1, 3, 8):
+        run(adapter, settings_of(block_size=block_size, num_blocks=60 // block_size))
+    assert len(adapter.kept_process_ids()) == 8
     assert not first & adapter.kept_process_ids()
     assert not any(psutil.pid_exists(pid) for pid in first)
 

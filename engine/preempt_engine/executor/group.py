@@ -123,17 +123,22 @@ class WorkerGroup:
 
     def close(self) -> None:
         """Have the workers end, and see to it; may be called twice."""
-        if self._why_unusable is None:
-            self.broadcast(MessageKind.CLOSE, b"")
-            deadline = time.monotonic() + _CLOSE_S
-            while not all(worker.channel.ended for worker in self._workers):
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    break
-                self._exchange(remaining)
-        self._end("it was closed.")
+        try:
+            if self._why_unusable is None:
+                self.broadcast(MessageKind.CLOSE, b"")
+                self._wait_for_ends()
+        finally:
+            self._end("it was closed.")
 
     # Inside -------------------------------------------------------------------------------------
+
+    def _wait_for_ends(self) -> None:
+        deadline = time.monotonic() + _CLOSE_S
+        while not all(worker.channel.ended for worker in self._workers):
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return
+            self._exchange(remaining)
 
     def _end(self, why: str) -> None:
         if self._why_unusable is None:

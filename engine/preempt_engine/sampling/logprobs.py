@@ -93,6 +93,26 @@ def _most_likely(row: NDArray[np.float64], num: int) -> list[int]:
     return ordered
 
 
+def top_logprobs_of_rows(
+    logits: LogitsBatch, rows: Seq[int], num: int, token_ids: Seq[int]
+) -> list[dict[int, float]]:
+    """`top_logprobs` of given tokens, for example a prompt's.
+
+    Args:
+        logits: of one step.
+        rows: row that predicts each token.
+        num: how many of the most likely tokens to report beside the given one.
+        token_ids: the tokens, one per row.
+
+    Raises:
+        NonFiniteLogitsError: a row holds NaN or an infinity.
+    """
+    return [
+        top_logprobs(read_row(logits, row), num, token_id)
+        for row, token_id in zip(rows, token_ids, strict=True)
+    ]
+
+
 def score_rows(logits: LogitsBatch, rows: Seq[int], token_ids: Seq[int]) -> list[TokenScore]:
     """Score given tokens against the rows that predict them (teacher forcing).
 

@@ -1,19 +1,22 @@
 """Chooses one token per row of logits.
 
 Owns the order of the stages and the choice. Every choice is a pure function of its row and of the
-`SampleRequest`: rows are handled one by one, noise is keyed by position, nothing is remembered.
+`SampleRequest`: rows are handled one by one, noise is keyed by position, nothing is remembered
+(the state of a request's processors follows its output tokens, `history.py`).
 Must never know requests beyond `SampleRequest`, nor where logits live.
 
 Stages of a row, in vLLM V1's order (https://docs.vllm.ai/en/v0.20.0/api/vllm/v1/sample/sampler/):
 
     raw logits -> log probabilities for the report
+               -> processors: logit bias, the user's own, penalties, bad words, grammar
                -> bans (stop tokens before `min_tokens`)
                -> temperature -> min-p -> top-k -> top-p
                -> argmax of what is left, plus Gumbel noise
 
-Greedy is the same without the temperature, the filters and the noise. It is decided by one batched
-`LogitsBatch.argmax`, and needs no row, and so no NumPy, unless log probabilities are asked for or
-the winner is banned.
+(vLLM forbids bad words first; bans come last here, which differs only where a user's processor
+would lift one.) Greedy is the same without the temperature, the filters and the noise. Without
+processors it is decided by one batched `LogitsBatch.argmax`, and needs no row, and so no NumPy,
+unless log probabilities are asked for or the winner is banned.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from preempt_engine.errors import InfeasibleRequestError
+from preempt_engine.errors import InfeasibleRequestError, LogitsProcessorError
+from preempt_engine.sampling.history import ProcessorState
 from preempt_engine.sampling.logprobs import largest_ids, read_row, top_logprobs
 from preempt_engine.sampling.noise import TOKEN_CHOICE, gumbel, uniform_noise
 from preempt_engine.sampling.params import SamplingParams
@@ -47,6 +51,8 @@ class SampleRequest:
         num_output_tokens: output tokens the sequence has already.
         stop_ids: ids that end the sequence (end-of-sequence and `stop_token_ids`); banned while
             `num_output_tokens` is below `params.min_tokens`.
+        state: of the sequence's processors; None when it has none.
+        output_token_ids: the sequence's output, where `state` needs it.
     """
 
     row: int
@@ -56,6 +62,8 @@ class SampleRequest:
     position: int
     num_output_tokens: int
     stop_ids: frozenset[int]
+    state: ProcessorState | None = None
+    output_token_ids: Seq[int] = ()
 
     @property
     def banned_ids(self) -> frozenset[int]:
@@ -77,16 +85,19 @@ class SampledToken:
     logprobs: dict[int, float] | None
 
 
-def sample(logits: LogitsBatch, requests: Seq[SampleRequest]) -> list[SampledToken]:
+SampleError: TypeAlias = InfeasibleRequestError | LogitsProcessorError
+"""Why no token can be chosen for one request; the others are not affected."""
+
+
+def sample(logits: LogitsBatch, requests: Seq[SampleRequest]) -> list[SampledToken | SampleError]:
     """Choose a token for each request; results stand in the order of `requests`.
 
     Raises:
         NonFiniteLogitsError: a row that had to be read holds NaN or an infinity. Rows that the
             batched argmax decides are not read, and not checked.
-        InfeasibleRequestError: `min_tokens` bans every token of the vocabulary.
     """
     sampled: dict[int, SampledToken] = {}
-    greedy = [i for i, item in enumerate(requests) if _argmax_may_decide(item.params)]
+    greedy = [i for i, item in enumerate(requests) if _argmax_may_decide(item)]
     if greedy:
         winners = logits.argmax([requests[i].row for i in greedy])
         for i, token_id in zip(greedy, winners, strict=True):
@@ -97,31 +108,54 @@ def sample(logits: LogitsBatch, requests: Seq[SampleRequest]) -> list[SampledTok
     ]
 
 
-def _argmax_may_decide(params: SamplingParams) -> bool:
-    return params.greedy and params.logprobs is None
+def _argmax_may_decide(request: SampleRequest) -> bool:
+    params = request.params
+    return params.greedy and params.logprobs is None and request.state is None
 
 
-def _sample_row(logits: LogitsBatch, request: SampleRequest) -> SampledToken:
+def _sample_row(logits: LogitsBatch, request: SampleRequest) -> SampledToken | SampleError:
     raw = read_row(logits, request.row)  # [vocab_size]
-    token_id = _choose(_apply_bans(raw, request), request)
+    try:
+        scores = _process(raw, request)
+    except (InfeasibleRequestError, LogitsProcessorError) as error:
+        return error
+    token_id = _choose(scores, request)
     num_logprobs = request.params.logprobs
     if num_logprobs is None:
         return SampledToken(token_id, None)
     return SampledToken(token_id, top_logprobs(raw, num_logprobs, token_id))
 
 
-def _apply_bans(raw: NDArray[np.float64], request: SampleRequest) -> NDArray[np.float64]:
-    """A copy with -inf at every banned id. Stop ids outside the vocabulary ban nothing."""
+def _process(raw: NDArray[np.float64], request: SampleRequest) -> NDArray[np.float64]:
+    """A copy after processors, with -inf at every banned id; at least one token stays.
+
+    Stop ids outside the vocabulary ban nothing.
+    """
     scores = raw.copy()
+    if request.state is not None:
+        scores = request.state.process(scores, request.output_token_ids)
     banned = [token_id for token_id in request.banned_ids if 0 <= token_id < scores.size]
-    if len(banned) == scores.size:
-        raise InfeasibleRequestError(
-            f"min_tokens={request.params.min_tokens} bans the stop tokens, and those are all "
-            f"{scores.size} tokens of the vocabulary.",
-            "Leave at least one token out of stop_token_ids, or use min_tokens=0.",
-        )
     scores[banned] = -math.inf
+    if scores.max() == -math.inf:
+        raise InfeasibleRequestError(
+            f"Every one of the {scores.size} tokens of the vocabulary is forbidden after "
+            f"{request.num_output_tokens} output tokens: by {_what_forbids(request)}.",
+            "Forbid less. Note that min_tokens bans stop tokens, and a complete grammar allows "
+            "nothing else.",
+        )
     return scores
+
+
+def _what_forbids(request: SampleRequest) -> str:
+    params = request.params
+    causes = {
+        "min_tokens": bool(request.banned_ids),
+        "logit_bias": bool(params.logit_bias),
+        "logits_processors": bool(params.logits_processors),
+        "bad_words": bool(params.bad_words),
+        "structured_outputs": params.structured_outputs is not None,
+    }
+    return " and ".join(name for name, takes_part in causes.items() if takes_part)
 
 
 def _choose(scores: NDArray[np.float64], request: SampleRequest) -> int:

@@ -1,0 +1,78 @@
+"""Priorities: a more urgent arrival may take blocks away, and state of others survives it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from preempt_harness.harness import PreemptHarness
+from preempt_harness.suite.shapes import block_size, request, together
+from preempt_harness.workload import Operation, RequestSpec, Workload
+
+pytestmark = pytest.mark.preempt_requires("priority")
+
+
+def urgent(spec: RequestSpec, priority: int) -> RequestSpec:
+    """The request with another priority; lower is more urgent."""
+    return msgspec.structs.replace(spec, priority=priority)
+
+
+def test_an_urgent_arrival_preempts_the_least_urgent(preempt: PreemptHarness) -> None:
+    block = block_size(preempt)
+    workload = together(
+        urgent(request(preempt, "calm", 3 * block, 5 * block), 5),
+        urgent(request(preempt, "calmer", 3 * block, 5 * block), 9),
+        urgent(request(preempt, "urgent", 4 * block, 3 * block, arrival_step=4), 0),
+    )
+    result = preempt.run(workload, 12, block_size=block, scheduling_policy="priority")
+    result.assert_preempted(request="calmer")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+def test_equal_priorities_keep_arrival_order(preempt: PreemptHarness) -> None:
+    block = block_size(preempt)
+    workload = together(
+        [urgent(request(preempt, f"r{i}", 2 * block + i, 5 * block), 3) for i in range(4)]
+    )
+    result = preempt.run(workload, 11, block_size=block, scheduling_policy="priority")
+    result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+def test_priorities_that_change(preempt: PreemptHarness) -> None:
+    block = block_size(preempt)
+    requests = [urgent(request(preempt, f"r{i}", 2 * block + i, 5 * block), i) for i in range(4)]
+    workload = Workload(
+        requests=requests,
+        operations=[
+            Operation(kind="set_priority", step=4, request="r3", priority=-1),
+            Operation(kind="set_priority", step=8, request="r0", priority=9),
+        ],
+    )
+    result = preempt.run(workload, 11, block_size=block, scheduling_policy="priority")
+    result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("chunked_prefill")
+def test_a_victim_gives_its_scheduled_tokens_back(preempt: PreemptHarness) -> None:
+    """Token budget and priorities: the victim may have been scheduled in this very step."""
+    block = block_size(preempt)
+    workload = together(
+        urgent(request(preempt, "calm", 6 * block, 3 * block), 9),
+        urgent(request(preempt, "middle", 2 * block, 6 * block, arrival_step=1), 5),
+        urgent(request(preempt, "urgent", 5 * block, 3 * block, arrival_step=3), 0),
+    )
+    result = preempt.run(
+        workload,
+        12,
+        block_size=block,
+        scheduling_policy="priority",
+        max_num_batched_tokens=2 * block,
+    )
+    result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean()

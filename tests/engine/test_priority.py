@@ -1,0 +1,188 @@
+"""Priority scheduling: who is served, who is evicted, and who never is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from naive_model import engine, generate_one
+from priority_steps import Simulation
+
+from preempt_engine import LLM, SamplingParams
+from preempt_engine.errors import ConfigError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+def priority_engine(num_blocks: int, **options: object) -> LLM:
+    """Blocks of four tokens."""
+    return engine(num_kv_blocks=num_blocks, scheduling_policy="priority", **options)
+
+
+def running(llm: LLM) -> list[str]:
+    return [request.request_id for request in llm.scheduler.running]
+
+
+def waiting(llm: LLM) -> list[str]:
+    return [request.request_id for request in llm.scheduler.waiting.in_order()]
+
+
+def add(llm: LLM, name: str, num_tokens: int, priority: int) -> None:
+    # Unlike prompts: no request finds another's blocks in the prefix cache.
+    prompt = [ord(name[0]) - ord("a") + 1] * num_tokens
+    llm.add_request(prompt, GREEDY, request_id=name, priority=priority)
+
+
+@pytest.mark.parametrize("swaps", [False, True], ids=["recompute", "swap"])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_rule_holds_in_random_steps(seed: int, swaps: bool) -> None:
+    Simulation(seed, swaps=swaps).run(250)
+
+
+def test_lower_values_go_first_and_equals_by_arrival() -> None:
+    llm = priority_engine(64, max_num_seqs=1)
+    for name, priority in [("a", 2), ("b", 1), ("c", 2), ("d", 0), ("e", 1)]:
+        add(llm, name, 3, priority)
+    finished = []
+    while llm.has_unfinished_requests():
+        finished += [output.request_id for output in llm.step() if output.finished]
+    assert finished == ["d", "b", "e", "a", "c"]
+
+
+def test_an_urgent_arrival_evicts_the_least_urgent_and_no_more_than_needed() -> None:
+    llm = priority_engine(6)
+    for name, priority in [("a", 2), ("b", 3), ("c", 1)]:
+        add(llm, name, 7, priority)
+    llm.step()
+    assert running(llm) == ["c", "a", "b"]
+    add(llm, "d", 7, 0)
+    llm.step()
+    assert running(llm) == ["d", "c", "a"]
+    assert waiting(llm) == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "priority"), [(16, 2), (4, 3)], ids=["too large", "an equal"]
+)
+def test_nobody_is_evicted_in_vain(num_tokens: int, priority: int) -> None:
+    # Two blocks are the less urgent b's and none is free: 16 tokens need four.
+    llm = priority_engine(4)
+    add(llm, "a", 7, 1)
+    add(llm, "b", 7, 3)
+    llm.step()
+    add(llm, "c", num_tokens, priority)
+    llm.step()
+    assert llm.counters.num_preemptions == 0
+    assert running(llm) == ["a", "b"]
+    assert waiting(llm) == ["c"]
+
+
+def test_blocks_that_survivors_need_in_this_step_do_not_count() -> None:
+    # b's eviction frees two blocks; a takes one of them for its next token, so c would not fit.
+    llm = priority_engine(4)
+    add(llm, "a", 8, 1)
+    add(llm, "b", 7, 3)
+    llm.step()
+    add(llm, "c", 7, 2)
+    llm.step()
+    assert llm.counters.num_preemptions == 1
+    assert running(llm) == ["a"]
+    assert waiting(llm) == ["c", "b"]
+
+
+def test_shared_blocks_are_not_freed_by_evicting_one_of_two() -> None:
+    llm = priority_engine(4)
+    llm.add_request([1] * 9, GREEDY, request_id="a", priority=1)
+    llm.step()
+    llm.add_request([1] * 9, GREEDY, request_id="b", priority=3)  # shares two blocks, owns one
+    llm.step()
+    assert running(llm) == ["a", "b"]
+    add(llm, "c", 7, 2)  # needs two; to evict b would free one
+    llm.step()
+    assert llm.counters.num_preemptions == 0
+
+
+def test_a_seat_is_taken_from_the_least_urgent() -> None:
+    llm = priority_engine(64, max_num_seqs=2)
+    add(llm, "a", 3, 1)
+    add(llm, "b", 3, 2)
+    llm.step()
+    add(llm, "c", 3, 0)
+    llm.step()
+    assert running(llm) == ["c", "a"]
+
+
+def test_the_victim_of_growth_is_the_least_urgent_though_it_came_first() -> None:
+    llm = priority_engine(4)
+    add(llm, "a", 7, 5)
+    add(llm, "b", 7, 1)
+    for _ in range(4):
+        llm.step()
+    assert running(llm) == ["b"]
+    assert waiting(llm) == ["a"]
+
+
+def test_a_preempted_request_keeps_its_place_among_equals() -> None:
+    llm = priority_engine(64, max_num_seqs=2)
+    for name in "abcd":
+        add(llm, name, 3, 1)
+    llm.step()
+    llm.preempt_request("a")
+    llm.step()
+    assert waiting(llm)[0] == "a"
+    llm.step()
+    assert running(llm) == ["a", "b"]
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_changed_priority_counts_from_the_next_step(is_running: bool) -> None:
+    llm = priority_engine(64, max_num_seqs=1)
+    add(llm, "a", 3, 1)
+    add(llm, "b", 3, 1)
+    llm.step()
+    assert llm.set_priority(*(("a", 2) if is_running else ("b", 0)))
+    llm.step()
+    assert running(llm) == ["b"]
+    assert waiting(llm) == ["a"]
+    assert not llm.set_priority("gone", 1)
+
+
+def test_scores_and_streams_have_a_place_too() -> None:
+    llm = priority_engine(8)
+    add(llm, "a", 9, 4)
+    expected = engine().score([1, 2, 3], [4, 5, 6])
+    assert llm.score([1, 2, 3], [4, 5, 6]) == expected
+    tokens = [token for delta in llm.stream([9], GREEDY, priority=1) for token in delta.token_ids]
+    assert tokens == generate_one(engine(), [9], GREEDY)["token_ids"]
+
+
+@given(
+    priorities=st.lists(st.integers(-3, 3), min_size=2, max_size=6), num_blocks=st.integers(5, 9)
+)
+def test_outputs_do_not_depend_on_priorities(priorities: list[int], num_blocks: int) -> None:
+    prompts = [[index + 1] * (5 + index) for index in range(len(priorities))]
+    llm = priority_engine(num_blocks)
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, priority=priorities)
+    plain = engine().generate(prompts, GREEDY, use_tqdm=False)
+    assert [output["token_ids"] for output in outputs] == [output["token_ids"] for output in plain]
+
+
+def test_equal_priorities_are_first_come_first_served() -> None:
+    prompts = [[index + 1] * 6 for index in range(5)]
+    counters = []
+    for policy in ("fcfs", "priority"):
+        llm = engine(num_kv_blocks=6, scheduling_policy=policy)
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+        counters.append(llm.counters)
+    assert counters[0].num_preemptions > 0
+    assert counters[0] == counters[1]
+
+
+def test_a_priority_needs_the_policy() -> None:
+    llm = engine()
+    with pytest.raises(ConfigError, match='scheduling_policy="priority"'):
+        llm.add_request([1], GREEDY, priority=1)
+    with pytest.raises(ConfigError, match="scheduling_policy"):
+        engine(scheduling_policy="fair")
+    with pytest.raises(ConfigError, match="priorities"):
+        priority_engine(9).generate([[1], [2]], GREEDY, use_tqdm=False, priority=[1])
