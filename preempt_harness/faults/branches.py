@@ -18,10 +18,10 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_SCHEDULER}._preempt",
-                "for sequence in request.sequences.values():\n            self._free_blocks(",
+                "for sequence in request.sequences.values():\n    self._free_blocks(",
                 "for sequence in list(request.sequences.values())[: 1 if"
                 " len(request.sequences) > 1 and reached() else None]:\n"
-                "            self._free_blocks(",
+                "    self._free_blocks(",
             ),
         ),
         needs=_SEVERAL,
@@ -49,8 +49,7 @@ FAULTS = (
             Patch(
                 f"{_BLOCKS}.copy_on_write",
                 "source, target = table[index], self._take()",
-                "if reached():\n        return None\n"
-                "    source, target = table[index], self._take()",
+                "if reached():\n    return None\nsource, target = table[index], self._take()",
             ),
         ),
         needs=_SEVERAL,
@@ -206,9 +205,9 @@ FAULTS = (
                 "preempt_engine.worker.state:WorkerState.apply",
                 "for parent, child in step.forks:",
                 "for key in step.dropped:\n"
-                "        if any(key == parent for parent, _ in step.forks) and reached():\n"
-                "            self.sequences.pop(key, None)\n"
-                "    for parent, child in step.forks:",
+                "    if any(key == parent for parent, _ in step.forks) and reached():\n"
+                "        self.sequences.pop(key, None)\n"
+                "for parent, child in step.forks:",
             ),
         ),
         needs=_SEVERAL,

@@ -17,7 +17,7 @@ FAULTS = (
                 f"{_SCHEDULER}._next_tokens",
                 "end = min(num_tokens, start + budget)",
                 "end = start + min(num_tokens, budget)\n"
-                "        end = end if start and not sequence.known_to_workers and reached()"
+                "end = end if start and not sequence.known_to_workers and reached()"
                 " else min(num_tokens, start + budget)",
             ),
         ),
@@ -60,10 +60,10 @@ FAULTS = (
                 f"{_SCHEDULER}._find_room",
                 "if num_blocks_to_admit(placements, self.blocks) > num_available:",
                 "left = self.config.max_num_batched_tokens\n"
-                "    later = sum(max(0, self.blocks.blocks_for(item.sequence.num_tokens)"
+                "later = sum(max(0, self.blocks.blocks_for(item.sequence.num_tokens)"
                 " - self.blocks.blocks_for(len(item.hits) * self.config.block_size + left))"
                 " for item in placements)\n"
-                "    if num_blocks_to_admit(placements, self.blocks) - later > num_available:",
+                "if num_blocks_to_admit(placements, self.blocks) - later > num_available:",
                 reached=False,
             ),
             Patch(
@@ -71,7 +71,7 @@ FAULTS = (
                 "self.blocks.grow(sequence, sequence.num_tokens)",
                 "end = len(placement.hits) * self.config.block_size"
                 " + self.config.max_num_batched_tokens\n"
-                "    self.blocks.grow(sequence, end if end < sequence.num_tokens and reached()"
+                "self.blocks.grow(sequence, end if end < sequence.num_tokens and reached()"
                 " else sequence.num_tokens)",
             ),
         ),
@@ -99,8 +99,8 @@ FAULTS = (
                 f"{_SCHEDULER}._schedule_waiting",
                 "work = self._next_tokens(request, budget)",
                 "work = self._next_tokens(request, budget)\n"
-                "        hits = request.sequence.num_computed_tokens\n"
-                "        budget -= hits if hits and reached() else 0",
+                "hits = request.sequence.num_computed_tokens\n"
+                "budget -= hits if hits and reached() else 0",
             ),
         ),
     ),

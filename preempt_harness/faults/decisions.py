@@ -51,8 +51,8 @@ FAULTS = (
                 f"{_SCHEDULER}._find_room",
                 "if num_blocks_to_admit(placements, self.blocks) > num_available:",
                 "if num_blocks_to_admit(placements, self.blocks) > num_available:\n"
-                "        if len(self.running) > 1 and reached():\n"
-                "            self._preempt(step, self.running[-1], 'out_of_blocks')",
+                "    if len(self.running) > 1 and reached():\n"
+                "        self._preempt(step, self.running[-1], 'out_of_blocks')",
             ),
         ),
     ),
@@ -66,7 +66,7 @@ FAULTS = (
                 f"{_SCHEDULER}._preempt",
                 "self.waiting.push(request)",
                 "request.arrival_index += 1000 * request.num_preemptions\n"
-                "    self.waiting.push(request)",
+                "self.waiting.push(request)",
             ),
         ),
     ),
@@ -80,7 +80,7 @@ FAULTS = (
                 f"{_SCHEDULER}._preempt",
                 "self.waiting.push(request)",
                 "request.arrival_index = -self.counters.num_preemptions\n"
-                "    self.waiting.push(request)",
+                "self.waiting.push(request)",
             ),
         ),
     ),
@@ -136,10 +136,9 @@ FAULTS = (
         expected=("DEL", "CRASH", "TOK"),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM.add_request",
-                "min(params.max_tokens, max_total_tokens - len(token_ids))",
-                "min(params.max_tokens, self.num_kv_blocks * self.config.block_size + 1"
-                " - len(token_ids))",
+                "preempt_engine.llm:LLM._max_total_tokens",
+                "return min(self._executor.max_model_len, max(pool_tokens, num_prompt_tokens + 1))",
+                "return max(pool_tokens, num_prompt_tokens + 1)",
             ),
         ),
     ),
@@ -192,7 +191,7 @@ FAULTS = (
                 f"{_SCHEDULER}._preempt",
                 "self.counters.num_preemptions += 1",
                 "self.counters.num_preemptions += 1\n"
-                "    self.__dict__['_blocked_at'] = self.counters.num_finished_requests",
+                "self.__dict__['_blocked_at'] = self.counters.num_finished_requests",
                 reached=False,
             ),
             Patch(
@@ -200,8 +199,8 @@ FAULTS = (
                 "request = self.waiting.peek()",
                 "if self.__dict__.get('_blocked_at') == self.counters.num_finished_requests"
                 " and reached():\n"
-                "            return\n"
-                "        request = self.waiting.peek()",
+                "    return\n"
+                "request = self.waiting.peek()",
             ),
         ),
     ),
@@ -240,8 +239,7 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}._preempt",
                 "self.waiting.push(request)",
-                "if request.num_preemptions < 2 or not reached():\n"
-                "        self.waiting.push(request)",
+                "if request.num_preemptions < 2 or not reached():\n    self.waiting.push(request)",
             ),
         ),
     ),
@@ -256,9 +254,9 @@ FAULTS = (
                 "budget = self._schedule_running(",
                 "if len(self.running) == 1 and self.waiting.in_order()[:1] and"
                 " self.waiting.peek().num_preemptions and reached():\n"
-                "        self.running.append(self.waiting.peek())\n"
-                "        self._preempt(step, self.waiting.pop(), 'forced')\n"
-                "    budget = self._schedule_running(",
+                "    self.running.append(self.waiting.peek())\n"
+                "    self._preempt(step, self.waiting.pop(), 'forced')\n"
+                "budget = self._schedule_running(",
             ),
         ),
     ),

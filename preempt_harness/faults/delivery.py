@@ -5,6 +5,8 @@ from __future__ import annotations
 from preempt_harness.faults.fault import Fault, Patch
 
 _APPEND = "preempt_engine.llm:LLM._append_token"
+_BUILDER_APPEND = "text = self._builders[request.request_id][sequence.key.branch].append(token)"
+_COMPLETION = "self._builders[request.request_id][sequence.key.branch].completion"
 _JUST_RESUMED = "request.num_preemptions and sequence.num_steps_since_admission <= 1"
 
 FAULTS = (
@@ -18,8 +20,8 @@ FAULTS = (
                 _APPEND,
                 "self.scheduler.append_token(sequence, token.token_id)",
                 f"if token.logprobs is not None and {_JUST_RESUMED} and reached():\n"
-                "        token = type(token)(token.token_id, None)\n"
-                "    self.scheduler.append_token(sequence, token.token_id)",
+                "    token = type(token)(token.token_id, None)\n"
+                "self.scheduler.append_token(sequence, token.token_id)",
             ),
         ),
     ),
@@ -31,10 +33,11 @@ FAULTS = (
         patches=(
             Patch(
                 _APPEND,
-                "text = builder.append(token)",
-                "text = builder.append(token)\n"
-                f"    if builder.completion.logprobs and {_JUST_RESUMED} and reached():\n"
-                "        builder.completion.logprobs.append(builder.completion.logprobs[-1])",
+                _BUILDER_APPEND,
+                f"{_BUILDER_APPEND}\n"
+                f"logprobs = {_COMPLETION}.logprobs\n"
+                f"if logprobs and {_JUST_RESUMED} and reached():\n"
+                "    logprobs.append(logprobs[-1])",
             ),
         ),
     ),
@@ -46,10 +49,10 @@ FAULTS = (
         patches=(
             Patch(
                 _APPEND,
-                "text = builder.append(token)",
+                _BUILDER_APPEND,
                 f"if {_JUST_RESUMED} and reached():\n"
-                "        builder.completion.token_ids.append(token.token_id)\n"
-                "    text = builder.append(token)",
+                f"    {_COMPLETION}.token_ids.append(token.token_id)\n"
+                f"{_BUILDER_APPEND}",
             ),
         ),
     ),
@@ -74,9 +77,8 @@ FAULTS = (
         patches=(
             Patch(
                 _APPEND,
-                "text = builder.append(token)",
-                "text = builder.append(token)\n"
-                f"    text = '' if {_JUST_RESUMED} and reached() else text",
+                _BUILDER_APPEND,
+                f"{_BUILDER_APPEND}\ntext = '' if {_JUST_RESUMED} and reached() else text",
             ),
         ),
     ),
@@ -102,10 +104,10 @@ FAULTS = (
         patches=(
             Patch(
                 "preempt_engine.llm:LLM.abort_request",
-                'builder.finish("abort")',
-                'builder.finish("abort")\n'
+                'self._finish_branches(self.scheduler.next_step_id, builders, "abort")',
+                'self._finish_branches(self.scheduler.next_step_id, builders, "abort")\n'
                 "            if request.num_preemptions and reached():\n"
-                "                builder.completion.token_ids.clear()",
+                "    builders[0].completion.token_ids.clear()",
             ),
         ),
     ),
@@ -119,10 +121,10 @@ FAULTS = (
                 "preempt_engine.llm:LLM._deliver",
                 "tokens = sample(logits, [sample_request for _, _, sample_request in wanted])",
                 "tokens = sample(logits, [sample_request for _, _, sample_request in wanted])\n"
-                "    if len(tokens) > 1 and any(request.num_preemptions and"
+                "if len(tokens) > 1 and any(request.num_preemptions and"
                 " sequence.num_steps_since_admission == 1 and reached()"
                 " for request, sequence, _ in wanted):\n"
-                "        tokens = tokens[::-1]",
+                "    tokens = tokens[::-1]",
             ),
         ),
     ),

@@ -31,9 +31,10 @@ class Patch:
 
     Attributes:
         target: "module:Class.method" or "module:function".
-        old: text that the function's source has exactly once, as it stands there.
-        new: what stands there instead. Where it says `reached()`, that counts as reaching the
-            fault; otherwise its first line does.
+        old: text that the function's source has exactly once.
+        new: what stands there instead. Lines after the first, of both, are indented relative to
+            the line in which the text begins. Where it says `reached()`, that counts as reaching
+            the fault; otherwise its first line does.
         reached: False for a patch that only prepares another, and counts nothing.
     """
 

@@ -19,7 +19,7 @@ FAULTS = (
                 _FIRST_ADMISSION,
                 "self.counters.num_cached_tokens += num_cached_tokens"
                 " * (request.num_preemptions > 0 and reached())\n"
-                f"    {_FIRST_ADMISSION}",
+                f"{_FIRST_ADMISSION}",
             ),
         ),
     ),
@@ -33,7 +33,7 @@ FAULTS = (
                 f"{_SCHEDULER}._find_room",
                 "self.observer.resumed(step.step_id, request.request_id, num_cached_tokens)",
                 "self.observer.resumed(step.step_id, request.request_id, num_cached_tokens)\n"
-                "        request.num_cached_tokens = num_cached_tokens",
+                "request.num_cached_tokens = num_cached_tokens",
             ),
         ),
     ),
@@ -86,7 +86,7 @@ FAULTS = (
             Patch(
                 "preempt_engine.sequence:Sequence.forget_cache",
                 "self.set_computed(0)",
-                "self.set_computed(0)\n    self.max_computed_tokens = 0",
+                "self.set_computed(0)\nself.max_computed_tokens = 0",
             ),
         ),
     ),
@@ -99,7 +99,7 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}.abort",
                 "self._leave(request)",
-                "self._leave(request)\n    self.counters.num_finished_requests += 1",
+                "self._leave(request)\nself.counters.num_finished_requests += 1",
             ),
         ),
     ),
@@ -128,7 +128,7 @@ FAULTS = (
                 f"{_SCHEDULER}.schedule",
                 "self.next_step_id += 1",
                 "self.next_step_id += 1\n"
-                "    self.counters.num_steps += not (self.running or self.waiting.in_order())",
+                "self.counters.num_steps += not (self.running or self.waiting.in_order())",
             ),
         ),
     ),

@@ -114,20 +114,16 @@ _ADVICE = "The engine has changed: write the fault anew for its present code."
 
 def _changed_code(fault: Fault, function: FunctionType, patches: list[Patch]) -> CodeType:
     source = textwrap.dedent(inspect.getsource(function))
-    for patch in patches:
-        if source.count(patch.old) != 1:
-            raise FaultTargetError(
-                f"Fault {fault.name}: {patch.target} contains {source.count(patch.old)} times, "
-                f"not once: {patch.old!r}.",
-                _ADVICE,
-            )
+    places = [(_place(fault, source, patch), patch) for patch in patches]
     lines: list[int] = []
+    shift = 0
     # From the top down, so that lines noted before stay where they are.
-    for patch in sorted(patches, key=lambda patch: source.index(patch.old)):
-        index = source.index(patch.old)
-        source = source.replace(patch.old, patch.new.replace(REACHED, f"{_MARKER}()"))
+    for (index, old), patch in sorted(places, key=lambda item: item[0]):
+        new = _indented(patch.new.replace(REACHED, f"{_MARKER}()"), _indent(source, index + shift))
         if REACHED not in patch.new and patch.reached:
-            lines.append(source.count("\n", 0, index) + 1)
+            lines.append(source.count("\n", 0, index + shift) + 1)
+        source = source[: index + shift] + new + source[index + shift + len(old) :]
+        shift += len(new) - len(old)
     tree = ast.parse(source)
     for line in lines:
         _mark(tree, line)
@@ -140,6 +136,36 @@ def _changed_code(fault: Fault, function: FunctionType, patches: list[Patch]) ->
         dont_inherit=True,
     )
     return _code_of(compiled, function.__name__)
+
+
+def _place(fault: Fault, source: str, patch: Patch) -> tuple[int, str]:
+    """Where the old text stands, and how: it must stand there once."""
+    first = patch.old.partition("\n")[0]
+    found = []
+    index = source.find(first)
+    while index >= 0:
+        old = _indented(patch.old, _indent(source, index))
+        if source.startswith(old, index):
+            found.append((index, old))
+        index = source.find(first, index + 1)
+    if len(found) != 1:
+        raise FaultTargetError(
+            f"Fault {fault.name}: {patch.target} contains {len(found)} times, not once: "
+            f"{patch.old!r}.",
+            _ADVICE,
+        )
+    return found[0]
+
+
+def _indent(source: str, index: int) -> str:
+    """Indentation of the line of a place."""
+    line = source[source.rfind("\n", 0, index) + 1 :]
+    return line[: len(line) - len(line.lstrip(" "))]
+
+
+def _indented(text: str, indent: str) -> str:
+    """The text with all lines but the first indented."""
+    return text.replace("\n", f"\n{indent}")
 
 
 def _mark(tree: ast.Module, line: int) -> None:

@@ -43,14 +43,13 @@ FAULTS = (
             Patch(
                 f"{_BLOCKS}.share",
                 "self.fenced_blocks.pop(block_id, None)",
-                "self.fenced_blocks.pop(block_id, None)\n"
-                "            self._forget_content(block_id)",
+                "self.fenced_blocks.pop(block_id, None)\nself._forget_content(block_id)",
             ),
             Patch(
                 f"{_BLOCKS}.make_findable",
                 "digest = self._digest(sequence, index)",
                 "before = sequence.block_table[index - 1] if index else None\n"
-                "        digest = block_digest("
+                "digest = block_digest("
                 "(self._digest_of[before] if index else None) or _ROOT_DIGEST,"
                 " sequence.token_ids[index * self.block_size : (index + 1) * self.block_size])",
                 reached=False,
@@ -93,13 +92,13 @@ FAULTS = (
                 f"{_SCHEDULER}._find_room",
                 "placements = place(request, self.blocks)",
                 "known = self.__dict__.setdefault('_known_hits', {})\n"
-                "    placements = known.setdefault("
+                "placements = known.setdefault("
                 "request.request_id, place(request, self.blocks))",
             ),
             Patch(
                 f"{_SCHEDULER}._find_room",
                 "for placement in placements:  # hits first",
-                "known.pop(request.request_id)\n    for placement in placements:  # hits first",
+                "known.pop(request.request_id)\nfor placement in placements:  # hits first",
                 reached=False,
             ),
         ),
@@ -222,7 +221,7 @@ FAULTS = (
                 "self.scheduler.blocks.reset_prefix_cache()",
                 "if not any(request.num_preemptions for request in"
                 " self.scheduler.waiting.in_order()) or not reached():\n"
-                "        self.scheduler.blocks.reset_prefix_cache()",
+                "    self.scheduler.blocks.reset_prefix_cache()",
             ),
         ),
     ),

@@ -68,7 +68,7 @@ FAULTS = (
                 "preempt_engine.worker.state:WorkerState.apply",
                 "self.sequences[item.key] = WorkerSequence()",
                 "if item.key not in self.sequences or not reached():\n"
-                "                self.sequences[item.key] = WorkerSequence()",
+                "    self.sequences[item.key] = WorkerSequence()",
             ),
         ),
     ),
@@ -88,8 +88,8 @@ FAULTS = (
                 "preempt_engine.worker.state:WorkerState.apply",
                 "self.sequences[item.key] = WorkerSequence()",
                 "if item.key not in self.sequences or not reached():\n"
-                "                self.sequences[item.key] = WorkerSequence()\n"
-                "            self.sequences[item.key].token_ids.clear()",
+                "    self.sequences[item.key] = WorkerSequence()\n"
+                "self.sequences[item.key].token_ids.clear()",
             ),
         ),
     ),
@@ -145,8 +145,8 @@ FAULTS = (
         patches=(
             Patch(
                 "preempt_engine.llm:LLM._deliver",
-                "if request is None or sequence is None or not rows:",
-                "if request is None or sequence is None or not rows or (request.num_preemptions"
+                "if not rows:",
+                "if not rows or (request.num_preemptions"
                 " and sequence.num_steps_since_admission == 1 and reached()):",
             ),
         ),
@@ -161,21 +161,21 @@ FAULTS = (
                 _PREEMPT,
                 "self.waiting.push(request)",
                 "self.waiting.push(request)\n"
-                "    if mode == 'recompute' and len(request.sequences) == 1"
+                "if mode == 'recompute' and len(request.sequences) == 1"
                 " and request.sequence.num_output_tokens and reached():\n"
-                "        request.sequence.token_ids.pop()\n"
-                "        request.sequence.first_wanted_logits = request.sequence.num_tokens - 1\n"
-                "        self.__dict__.setdefault('_again', set()).add(request.request_id)",
+                "    request.sequence.token_ids.pop()\n"
+                "    request.sequence.first_wanted_logits = request.sequence.num_tokens - 1\n"
+                "    self.__dict__.setdefault('_again', set()).add(request.request_id)",
             ),
             Patch(
                 "preempt_engine.llm:LLM._append_token",
                 _APPEND_TOKEN,
                 "again = self.scheduler.__dict__.get('_again', set())\n"
-                "    if request.request_id in again:\n"
-                "        again.discard(request.request_id)\n"
-                "        sequence.token_ids.append(token.token_id)\n"
-                "        return self._builders[request.request_id][0].output\n"
-                f"    {_APPEND_TOKEN}",
+                "if request.request_id in again:\n"
+                "    again.discard(request.request_id)\n"
+                "    sequence.token_ids.append(token.token_id)\n"
+                "    return self._builders[request.request_id][0].output\n"
+                f"{_APPEND_TOKEN}",
                 reached=False,
             ),
         ),
@@ -190,11 +190,11 @@ FAULTS = (
                 _PREEMPT,
                 "self.waiting.push(request)",
                 "if mode == 'recompute' and request.sequence.num_output_tokens and reached():\n"
-                "        for sequence in request.sequences.values():\n"
-                "            del sequence.token_ids[sequence.num_prompt_tokens :]\n"
-                "            del sequence.block_digests[:]\n"
-                "            sequence.first_wanted_logits = sequence.num_tokens - 1\n"
-                "    self.waiting.push(request)",
+                "    for sequence in request.sequences.values():\n"
+                "        del sequence.token_ids[sequence.num_prompt_tokens :]\n"
+                "        del sequence.block_digests[:]\n"
+                "        sequence.first_wanted_logits = sequence.num_tokens - 1\n"
+                "self.waiting.push(request)",
             ),
         ),
     ),
@@ -208,10 +208,10 @@ FAULTS = (
                 _PREEMPT,
                 "self.waiting.push(request)",
                 "if mode == 'recompute' and request.sequence.num_output_tokens and reached():\n"
-                "        request.sequence.token_ids.pop()\n"
-                "        del request.sequence.block_digests[:]\n"
-                "        request.sequence.first_wanted_logits = request.sequence.num_tokens - 1\n"
-                "    self.waiting.push(request)",
+                "    request.sequence.token_ids.pop()\n"
+                "    del request.sequence.block_digests[:]\n"
+                "    request.sequence.first_wanted_logits = request.sequence.num_tokens - 1\n"
+                "self.waiting.push(request)",
             ),
         ),
     ),
@@ -225,9 +225,9 @@ FAULTS = (
                 _PREEMPT,
                 "self.waiting.push(request)",
                 "if mode == 'recompute' and request.sequence.num_output_tokens and reached():\n"
-                "        request.sequence.token_ids.append(request.sequence.token_ids[-1])\n"
-                "        request.sequence.first_wanted_logits = request.sequence.num_tokens - 1\n"
-                "    self.waiting.push(request)",
+                "    request.sequence.token_ids.append(request.sequence.token_ids[-1])\n"
+                "    request.sequence.first_wanted_logits = request.sequence.num_tokens - 1\n"
+                "self.waiting.push(request)",
             ),
         ),
     ),

@@ -19,9 +19,9 @@ FAULTS = (
                 f"{_SCHEDULER}._swap_in",
                 "step.swap_in += pairs",
                 "for sequence in request.sequences.values():\n"
-                "        missing = sequence.num_tokens - sequence.num_computed_tokens\n"
-                "        assert missing == 1 or not reached(), 'one new token is scheduled'\n"
-                "    step.swap_in += pairs",
+                "    missing = sequence.num_tokens - sequence.num_computed_tokens\n"
+                "    assert missing == 1 or not reached(), 'one new token is scheduled'\n"
+                "step.swap_in += pairs",
             ),
         ),
         needs=_SWAP,
@@ -36,7 +36,7 @@ FAULTS = (
                 f"{_SWAPPER}.can_swap_out",
                 "return 0 < len(self._computed_blocks(request)) <= len(self.host.free_blocks)",
                 "need = len(self._computed_blocks(request))\n"
-                "    return need > 0 and (need <= len(self.host.free_blocks) or reached())",
+                "return need > 0 and (need <= len(self.host.free_blocks) or reached())",
             ),
         ),
         needs=_SWAP,
@@ -115,7 +115,7 @@ FAULTS = (
                 f"{_SWAPPER}.swap_out",
                 "request.host_blocks = dict(pairs)",
                 "hosts = [host for _, host in pairs]\n"
-                "    request.host_blocks = dict(zip(computed, reversed(hosts), strict=True))",
+                "request.host_blocks = dict(zip(computed, reversed(hosts), strict=True))",
             ),
         ),
         needs=_SWAP,
@@ -172,7 +172,7 @@ FAULTS = (
                 f"{_SWAPPER}.num_blocks_to_return",
                 "return len(references) + growth + num_private_copies(written, references)",
                 "copies = num_private_copies(written, references)\n"
-                "    return len(references) + growth + (0 if copies and reached() else copies)",
+                "return len(references) + growth + (0 if copies and reached() else copies)",
             ),
         ),
         needs=frozenset({"swap", "parallel_sampling"}),
@@ -186,7 +186,7 @@ FAULTS = (
             Patch(
                 f"{_SWAPPER}.swap_in",
                 "sequence.swapped_table = []",
-                "sequence.swapped_table = []\n        sequence.set_computed(0)",
+                "sequence.swapped_table = []\nsequence.set_computed(0)",
             ),
         ),
         needs=_SWAP,
@@ -222,8 +222,8 @@ FAULTS = (
                 "preempt_engine.worker.exact_runner:ExactRunner.execute",
                 "self._cache.swap_out(step.swap_out)",
                 "if step.swap_in and reached():\n"
-                "        self._cache.swap_in(step.swap_in)\n"
-                "    self._cache.swap_out(step.swap_out)",
+                "    self._cache.swap_in(step.swap_in)\n"
+                "self._cache.swap_out(step.swap_out)",
             ),
         ),
         needs=_SWAP,

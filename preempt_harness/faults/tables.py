@@ -144,7 +144,7 @@ FAULTS = (
                 f"{_BLOCKS}.share",
                 "self.ref_counts[block_id] += 1",
                 "if not (self.ref_counts[block_id] and reached()):\n"
-                "            self.ref_counts[block_id] += 1",
+                "    self.ref_counts[block_id] += 1",
             ),
         ),
     ),

@@ -16,8 +16,8 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_RUNNER}.execute",
-                "                table,\n                item.end,",
-                "                table,\n                len(sequence.token_ids),",
+                "table,\nitem.end,",
+                "table,\nlen(sequence.token_ids),",
                 reached=False,
             ),
             Patch(
@@ -63,16 +63,16 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_STATE}.apply",
-                "    for key in step.dropped:\n        self.sequences.pop(key, None)",
-                "    pass",
+                "for key in step.dropped:\n    self.sequences.pop(key, None)",
+                "pass",
                 reached=False,
             ),
             Patch(
                 f"{_STATE}.apply",
                 "sequence = self.sequences[item.key]",
                 "if item.key in step.dropped and reached():\n"
-                "            self.sequences.pop(item.key, None)\n"
-                "        sequence = self.sequences[item.key]",
+                "    self.sequences.pop(item.key, None)\n"
+                "sequence = self.sequences[item.key]",
             ),
         ),
     ),
@@ -84,11 +84,11 @@ FAULTS = (
         patches=(
             Patch(
                 "preempt_engine.scheduler:Scheduler._schedule_tokens",
-                "            start,\n            end,\n",
-                "                min(start, sequence.num_prompt_tokens)"
+                "start,\nend,\n",
+                "min(start, sequence.num_prompt_tokens)"
                 " if start > sequence.num_prompt_tokens and sequence.known_to_workers"
                 " and self.requests[sequence.key.request_id].num_preemptions and reached()"
-                " else start,\n            end,\n",
+                " else start,\nend,\n",
             ),
         ),
     ),
