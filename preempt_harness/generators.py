@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
 from preempt_harness.errors import HarnessError
+from preempt_harness.processors import PROCESSORS
 from preempt_harness.workload import BeamSpec, Operation, RequestSpec, SamplingSpec, Workload
 
 FIRST_ORDINARY_ID = 4
 _LEAST_ORDINARY_IDS = 4
+_PRIORITIES = 3
 MAX_BRANCHES = 3
 """Most sequences of one request that are drawn."""
 
@@ -32,6 +35,11 @@ FEATURES = (
     "logprobs",
     "outputs",  # several of one prompt (n)
     "beams",  # beam search
+    "penalties",  # and biases
+    "processors",  # logits processors with state
+    "prompt_logprobs",
+    "priorities",
+    "running_resets",  # preempt all that run, and forget cached content
 )
 
 
@@ -275,6 +283,7 @@ def random_workload(
                 prompt_token_ids=prompt,
                 sampling=_random_sampling(source, vocab_size, max_tokens, wanted),
                 arrival_step=source.randint(1, max_tokens) if late else 0,
+                priority=source.randrange(_PRIORITIES) if "priorities" in wanted else 0,
             )
         )
     return Workload(
@@ -343,10 +352,26 @@ def _random_sampling(
         seed=source.randrange(2**16) if sampled and source.random() < 0.5 else None,
         stop_token_ids=_random_stops(source, vocab_size) if stops else (),
         min_tokens=source.randint(0, length) if stops and source.random() < 0.5 else 0,
-        logprobs=source.choice((0, 2))
-        if "logprobs" in features and source.random() < 0.5
-        else None,
+        logprobs=source.choice((None, 0, 2)) if "logprobs" in features else None,
+        **_random_state(source, vocab_size, features),
     )
+
+
+def _random_state(
+    source: random.Random, vocab_size: int, features: frozenset[str]
+) -> dict[str, Any]:
+    """Parameters whose effect depends on everything that came before."""
+    drawn: dict[str, Any] = {}
+    if "penalties" in features and source.random() < 0.5:
+        drawn["repetition_penalty"] = source.choice((1.0, 1.5))
+        drawn["presence_penalty"] = source.choice((0.0, 1.0))
+        drawn["frequency_penalty"] = source.choice((0.0, 0.7))
+        drawn["logit_bias"] = ((source.randrange(FIRST_ORDINARY_ID, vocab_size), 5.0),)
+    if "processors" in features and source.random() < 0.5:
+        drawn["logits_processors"] = (source.choice(sorted(PROCESSORS)),)
+    if "prompt_logprobs" in features and source.random() < 0.5:
+        drawn["prompt_logprobs"] = source.choice((0, 1))
+    return drawn
 
 
 def _random_beams(
@@ -372,9 +397,21 @@ def _random_stops(source: random.Random, vocab_size: int) -> tuple[int, ...]:
 def _random_operations(
     source: random.Random, num_requests: int, max_tokens: int, features: frozenset[str]
 ) -> list[Operation]:
-    if "operations" not in features:
-        return []
     operations = []
+    if "running_resets" in features:
+        step = source.randint(1, 2 * max_tokens)
+        operations.append(Operation(kind="reset_running_requests", step=step))
+    if "priorities" in features and source.random() < 0.5:
+        operations.append(
+            Operation(
+                kind="set_priority",
+                step=source.randint(1, max_tokens),
+                request=f"r{source.randrange(num_requests)}",
+                priority=source.randrange(_PRIORITIES),
+            )
+        )
+    if "operations" not in features:
+        return operations
     if source.random() < 0.5:
         request = f"r{source.randrange(num_requests)}"
         operations.append(

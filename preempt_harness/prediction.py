@@ -22,12 +22,16 @@ def predict(trial: Trial, record: TrialRecord, admission: AdmissionModel) -> Sim
     baseline = record.baseline
     if not admission.predicts or trial.plan or baseline is None:
         return None
-    if any(request.sampling.num_sequences > 1 for request in trial.workload.requests):
+    if trial.settings.scheduling_policy != "fcfs":
         return None
+    for request in trial.workload.requests:
+        sampling = request.sampling
+        if sampling.num_sequences > 1 or sampling.prompt_logprobs is not None:
+            return None
     if baseline.num_preemptions or baseline.problems:
         return None
     # Who is aborted has no output of known content, which others may continue.
-    if any(operation.kind == "abort" for operation in trial.workload.operations):
+    if any(operation.kind != "reset_prefix_cache" for operation in trial.workload.operations):
         return None
     outputs = {
         request: result.outputs[0].token_ids

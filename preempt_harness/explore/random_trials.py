@@ -102,9 +102,14 @@ def random_trial(
 def _limited(
     source: random.Random, settings: EngineSettings, workload: Workload, adapter: EngineAdapter
 ) -> tuple[EngineSettings, Workload]:
-    """Room for all branches at once, and sometimes a max_model_len that ends requests early."""
+    """What the workload asks for; and sometimes a max_model_len that ends requests early."""
     branches = max(request.sampling.num_sequences for request in workload.requests)
-    settings = msgspec.structs.replace(settings, max_num_seqs=max(settings.max_num_seqs, branches))
+    urgent = any(request.priority for request in workload.requests)
+    settings = msgspec.structs.replace(
+        settings,
+        max_num_seqs=max(settings.max_num_seqs, branches),
+        scheduling_policy="priority" if urgent else settings.scheduling_policy,
+    )
     longest = max(request.num_prompt_tokens for request in workload.requests)
     total = max(
         request.num_prompt_tokens + request.sampling.max_tokens for request in workload.requests
@@ -224,6 +229,11 @@ def random_features(source: random.Random, adapter: EngineAdapter) -> list[str]:
         "logprobs": {protocol.LOGPROBS},
         "outputs": {protocol.PARALLEL_SAMPLING},
         "beams": {protocol.BEAM_SEARCH},
+        "penalties": {protocol.PENALTIES, protocol.LOGIT_BIAS},
+        "processors": {protocol.LOGITS_PROCESSORS},
+        "prompt_logprobs": {protocol.PROMPT_LOGPROBS},
+        "priorities": {protocol.PRIORITY},
+        "running_resets": {protocol.RESET_RUNNING_REQUESTS},
     }
     return [
         name

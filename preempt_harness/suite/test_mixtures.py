@@ -38,6 +38,7 @@ def _changes(settings: EngineSettings) -> dict[str, object]:
             "max_num_seqs",
             "max_model_len",
             "watermark",
+            "scheduling_policy",
             "enable_prefix_caching",
             "options",
         )
