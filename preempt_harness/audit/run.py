@@ -13,8 +13,9 @@ from preempt_harness.audit.by_tests import SUITE, look_by_tests
 from preempt_harness.audit.kill import Audit, AuditRow, Kill, Outcome
 from preempt_harness.audit.yardsticks import YARDSTICKS, run_yardstick
 from preempt_harness.explore.strategy import SearchTask, find_strategy
-from preempt_harness.faults import Fault, FaultTargetError, plant
+from preempt_harness.faults import Fault, FaultTargetError
 from preempt_harness.faults.catalogue import kind_of
+from preempt_harness.faults.planting import planted_everywhere
 
 METHODS = ("suite", "search", *YARDSTICKS)
 JUDGED = ("suite", "search")
@@ -98,10 +99,10 @@ def _control(plan: AuditPlan, method: str) -> Kill:
 
 def _look(plan: AuditPlan, fault: Fault, method: str) -> Kill:
     try:
-        with plant(fault) as planted:
+        with planted_everywhere(fault) as num_reached:
             if method != "suite":
                 kill = _look_here(plan, method, model=fault.model)
-                kill = msgspec.structs.replace(kill, reached=planted.num_reached)
+                kill = msgspec.structs.replace(kill, reached=num_reached())
         if method == "suite":  # in a process of its own, which plants it there
             kill = look_by_tests(plan.tests, fault.name, plan.tests_timeout_s)
     except FaultTargetError as error:
@@ -113,9 +114,15 @@ def _look(plan: AuditPlan, fault: Fault, method: str) -> Kill:
 
 def _look_here(plan: AuditPlan, method: str, model: str) -> Kill:
     adapter = EmbeddedAdapter()
+    try:
+        return _look_with(adapter, plan, method, model)
+    finally:
+        adapter.close_kept()
+
+
+def _look_with(adapter: EmbeddedAdapter, plan: AuditPlan, method: str, model: str) -> Kill:
     if method in YARDSTICKS:
         return run_yardstick(method, adapter, model, plan.seed)
-
     task = SearchTask(
         model=model,
         seed=plan.seed,

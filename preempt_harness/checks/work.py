@@ -153,6 +153,7 @@ class _Taking:
 
     victims: dict[str, bool] = field(default_factory=dict)  # request -> it needed a block itself
     takers: set[str] = field(default_factory=set)
+    branched: bool = False  # one of those who needed blocks has several sequences
 
 
 def check_vain(record: TrialRecord) -> CheckResult:
@@ -160,7 +161,8 @@ def check_vain(record: TrialRecord) -> CheckResult:
 
     A request that needs a block and is the least urgent itself is its own victim; nobody gains.
     Blocks that are swapped out may be withheld until they are copied, so that they are had in the
-    next step.
+    next step. One that needs blocks for several branches may find that those of all less urgent
+    ones are not enough, and go itself; the log does not tell whether that could be foreseen.
     """
     listing = Listing()
     tables = SchedulerTables()
@@ -178,6 +180,8 @@ def check_vain(record: TrialRecord) -> CheckResult:
             room = len(lease.blocks) * record.header.block_size if lease is not None else 0
             taking = steps.setdefault(event.step, _Taking())
             taking.victims[event.request] = event.num_tokens > room
+            if sum(request_of(seq) == event.request for seq in tables.leases) > 1:
+                taking.branched |= taking.victims[event.request]
             if event.mode == "swap":
                 swapping.add(event.step)
         elif isinstance(event, BlocksFreed):
@@ -185,7 +189,7 @@ def check_vain(record: TrialRecord) -> CheckResult:
         elif isinstance(event, Forked):
             tables.fork(event)
     for step, taking in steps.items():
-        if not taking.victims or taking.takers - taking.victims.keys():
+        if taking.branched or taking.takers - taking.victims.keys():
             continue
         for request, needed in taking.victims.items():
             if not needed:

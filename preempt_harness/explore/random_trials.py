@@ -49,6 +49,7 @@ _MAX_SLACK = 4  # blocks above the smallest feasible pool
 _OUTGROWN = 0.1  # share of trials whose pool is smaller than that
 _GIANTS = 0.1  # of trials with a request that can never run
 _SHORT_MODELS = 0.15  # of trials in which max_model_len ends a request
+_PARALLEL = 0.03  # share of trials on two ranks: their start is slow
 _SMALL_SWAP_SPACE = 6  # blocks
 _WATERMARKS = (0.0, 0.0, 0.0, 0.05, 0.3)
 
@@ -176,6 +177,8 @@ def _with_giant(
 def random_settings(source: random.Random, adapter: EngineAdapter, model: str) -> EngineSettings:
     """Settings of which the engine can do everything; the block count is left at 1."""
     able = adapter.capabilities
+    # The exact model needs no second device for its second rank.
+    parallel = protocol.TENSOR_PARALLEL in able and model == "exact"
     options: dict[str, Any] = {}
     if protocol.BLOCK_REUSE_ORDER in able:
         options["block_reuse_order"] = source.choice(("fifo", "lifo", "random"))
@@ -197,6 +200,7 @@ def random_settings(source: random.Random, adapter: EngineAdapter, model: str) -
         max_num_seqs=source.choice((1, 2, 4, 256)),
         watermark=source.choice(_WATERMARKS) if protocol.WATERMARK in able else 0.0,
         enable_prefix_caching=protocol.PREFIX_CACHING in able and source.random() < 0.6,
+        tensor_parallel_size=2 if parallel and source.random() < _PARALLEL else 1,
         options=options,
     )
 

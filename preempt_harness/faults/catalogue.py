@@ -20,6 +20,7 @@ KINDS = (
     "workers",
     "swapping",
     "branches",
+    "ranks",
 )
 
 

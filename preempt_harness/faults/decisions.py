@@ -260,4 +260,40 @@ FAULTS = (
             ),
         ),
     ),
+    Fault(
+        name="equals-evict-each-other",
+        mechanism="an arrival evicts a running request of the same priority",
+        source="mechanism",
+        expected=("PROG", "WORK", "CRASH"),
+        patches=(
+            Patch(
+                f"{_SCHEDULER}._admit_urgent",
+                "if request.priority >= self.running[-1].priority:",
+                "if request.priority > self.running[-1].priority:",
+            ),
+            Patch(
+                "preempt_engine.victims:victims_for",
+                "running[survivors - 1].priority <= newcomer.priority",
+                "running[survivors - 1].priority < newcomer.priority",
+                reached=False,
+            ),
+        ),
+        needs=frozenset({"priority"}),
+    ),
+    Fault(
+        name="urgent-arrival-evicts-in-vain",
+        mechanism="a victim is evicted for an urgent arrival that does not fit all the same",
+        source="https://github.com/sgl-project/sglang/issues/28282",
+        expected=("WORK",),
+        patches=(
+            Patch(
+                f"{_SCHEDULER}._admit_urgent",
+                "if victims is None:",
+                "if victims is None:\n"
+                "    if len(self.running) > 1 and reached():\n"
+                "        self._preempt(step, self.running[-1], 'priority')",
+            ),
+        ),
+        needs=frozenset({"priority"}),
+    ),
 )

@@ -106,7 +106,7 @@ FAULTS = (
                 "preempt_engine.llm:LLM.abort_request",
                 'self._finish_branches(self.scheduler.next_step_id, builders, "abort")',
                 'self._finish_branches(self.scheduler.next_step_id, builders, "abort")\n'
-                "            if request.num_preemptions and reached():\n"
+                "if request.num_preemptions and reached():\n"
                 "    builders[0].completion.token_ids.clear()",
             ),
         ),

@@ -1,15 +1,17 @@
 """Plants a fault in other processes: in a pytest session, and in the workers of an engine.
 
 As a pytest plugin (`-p preempt_harness.faults.planting --preempt-plant-fault NAME`) it plants the
-fault for the whole session, as a worker hook ("preempt_harness.faults.planting:plant_in_worker:
-NAME") in one rank for the life of the process. `--preempt-plant-report FILE` receives, as JSON,
-what became of the session: see `PlantReport`.
+fault for the whole session, in this process and in every rank that the embedded engine starts.
+`--preempt-plant-report FILE` receives, as JSON, what became of the session: see `PlantReport`.
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,8 @@ import msgspec
 import pytest
 
 if TYPE_CHECKING:
-    from preempt_harness.faults.patching import PlantedFault
+    from preempt_harness.adapters.protocol import EngineSettings, Session
+    from preempt_harness.faults.fault import Fault
     from preempt_harness.result import TrialResult
 
 _LONGEST_MESSAGE = 300  # characters
@@ -47,17 +50,53 @@ class PlantReport(msgspec.Struct, kw_only=True):
     cpu_s: float = 0.0
 
 
-def plant_in_worker(runner: object, name: str) -> None:
+def plant_in_worker(runner: object, argument: str) -> None:
     """A worker hook: this process has the fault from now on.
 
     Args:
         runner: of the rank; it is not used.
-        name: of the fault.
+        argument: name of the fault, a colon, and a folder in which a file tells that it was
+            reached.
     """
     from preempt_harness.faults.catalogue import fault_named
     from preempt_harness.faults.patching import plant
 
-    plant(fault_named(name)).__enter__()
+    name, _, folder = argument.partition(":")
+    mark = Path(folder) / str(os.getpid())
+    plant(fault_named(name), on_first=mark.touch).__enter__()
+
+
+@contextmanager
+def planted_everywhere(fault: Fault) -> Iterator[Callable[[], int]]:
+    """Plant a fault here, and in the ranks of every embedded engine that is opened meanwhile.
+
+    Yields:
+        Tells how often it was reached; a rank that reached it counts once.
+
+    Raises:
+        FaultTargetError: the code that the fault replaces has changed.
+    """
+    from preempt_harness.adapters.embedded import EmbeddedAdapter
+    from preempt_harness.faults.patching import plant
+
+    opened = EmbeddedAdapter.open
+    with (
+        tempfile.TemporaryDirectory(prefix="preempt-fault-") as folder,
+        plant(fault) as planted,
+    ):
+
+        def open_with_fault(adapter: EmbeddedAdapter, settings: EngineSettings) -> Session:
+            if settings.tensor_parallel_size > 1:
+                hook = f"{__name__}:{plant_in_worker.__name__}:{fault.name}:{folder}"
+                options = {**settings.options, "worker_hooks": (hook,)}
+                settings = msgspec.structs.replace(settings, options=options)
+            return opened(adapter, settings)
+
+        EmbeddedAdapter.open = open_with_fault  # type: ignore[method-assign,assignment]
+        try:
+            yield lambda: planted.num_reached + len(list(Path(folder).iterdir()))
+        finally:
+            EmbeddedAdapter.open = opened  # type: ignore[method-assign]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,15 +118,15 @@ class _Planting:
         self._report = PlantReport()
         self._path: Path | None = config.getoption("preempt_plant_report")
         self._stack = ExitStack()
-        self._planted: PlantedFault | None = None
+        self._num_reached: Callable[[], int] = lambda: 0
         self._codes: list[str] = []
         self._started = time.process_time()
         name = config.getoption("preempt_plant_fault")
         if name:
             from preempt_harness.faults.catalogue import fault_named
-            from preempt_harness.faults.patching import plant
 
-            self._planted = self._stack.enter_context(plant(fault_named(name)))
+            planted = planted_everywhere(fault_named(name))
+            self._num_reached = self._stack.enter_context(planted)
 
     def pytest_preempt_trial_finished(self, result: TrialResult) -> None:
         self._report.num_trials += 1
@@ -112,9 +151,8 @@ class _Planting:
             self._report.codes = list(dict.fromkeys(self._codes))
 
     def pytest_unconfigure(self) -> None:
+        self._report.reached = self._num_reached()
         self._stack.close()
-        if self._planted is not None:
-            self._report.reached = self._planted.num_reached
         if not self._report.first_failure:
             self._report.cpu_s = time.process_time() - self._started
         if self._path is not None:

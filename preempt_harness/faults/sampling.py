@@ -151,4 +151,86 @@ FAULTS = (
             ),
         ),
     ),
+    Fault(
+        name="penalties-forget-the-outputs",
+        mechanism="after a recompute penalties see what was generated since, not all outputs",
+        source="https://github.com/vllm-project/vllm/issues/5349",
+        expected=("TOK",),
+        patches=(
+            Patch(
+                "preempt_engine.llm:LLM._attach_states",
+                "sample_request.output_token_ids = sequence.output_token_ids",
+                "sample_request.output_token_ids = sequence.output_token_ids\n"
+                "if sequence.num_prefill_tokens > sequence.num_prompt_tokens and reached():\n"
+                "    sample_request.output_token_ids ="
+                " sequence.token_ids[sequence.num_prefill_tokens :]",
+            ),
+        ),
+        needs=frozenset({"penalties"}),
+    ),
+    Fault(
+        name="penalties-take-outputs-for-prompt",
+        mechanism="after a recompute the outputs are part of the prompt for penalties",
+        source="mechanism",
+        expected=("TOK",),
+        patches=(
+            Patch(
+                "preempt_engine.sampling.history:ProcessorStates.of",
+                "sequence.token_ids[: sequence.num_prompt_tokens]",
+                "sequence.token_ids[: sequence.num_prefill_tokens if"
+                " sequence.num_prefill_tokens > sequence.num_prompt_tokens and reached()"
+                " else sequence.num_prompt_tokens]",
+            ),
+        ),
+        needs=frozenset({"penalties"}),
+    ),
+    Fault(
+        name="processor-state-not-replayed",
+        mechanism="a stateful processor starts again after a preemption without the outputs",
+        source="https://github.com/vllm-project/vllm/issues/29045",
+        expected=("TOK",),
+        patches=(
+            Patch(
+                "preempt_engine.sampling.history:ProcessorState._follow",
+                "seen = self._seen = []",
+                "seen = self._seen = list(output_token_ids) if output_token_ids"
+                " and reached() else []",
+            ),
+        ),
+        needs=frozenset({"logits_processors"}),
+    ),
+    Fault(
+        name="prompt-logprobs-lost-in-prefill",
+        mechanism="a preemption during the prefill loses one of the prompt's log probabilities",
+        source="https://github.com/vllm-project/vllm/issues/29071",
+        expected=("DEL", "TOK", "CRASH"),
+        patches=(
+            Patch(
+                "preempt_engine.scheduler:Scheduler._preempt",
+                "self.waiting.push(request)",
+                "done = request.sequence.first_wanted_logits - (request.score_from or 0)\n"
+                "if request.score_from is not None and request.num_to_score > done"
+                " and reached():\n"
+                "    request.num_to_score -= 1\n"
+                "self.waiting.push(request)",
+            ),
+        ),
+        needs=frozenset({"prompt_logprobs"}),
+    ),
+    Fault(
+        name="prompt-logprobs-twice",
+        mechanism="after a preemption the prompt's log probabilities are appended again",
+        source="mechanism",
+        expected=("DEL", "TOK", "CRASH"),
+        patches=(
+            Patch(
+                "preempt_engine.scheduler:Scheduler._preempt",
+                "self.waiting.push(request)",
+                "if request.score_from is not None and mode == 'recompute' and reached():\n"
+                "    request.sequence.first_wanted_logits = request.score_from\n"
+                "self.waiting.push(request)",
+            ),
+        ),
+        needs=frozenset({"prompt_logprobs"}),
+    ),
 )
