@@ -80,11 +80,26 @@ def plant(fault: Fault, on_first: Callable[[], None] | None = None) -> Iterator[
 def _by_function(fault: Fault) -> dict[FunctionType, list[Patch]]:
     found: dict[FunctionType, list[Patch]] = {}
     for patch in fault.patches:
-        found.setdefault(_resolve(fault, patch.target), []).append(patch)
+        found.setdefault(_unplanted(fault, patch.target), []).append(patch)
     return found
 
 
-def _resolve(fault: Fault, target: str) -> FunctionType:
+def _unplanted(fault: Fault, target: str) -> FunctionType:
+    function = target_of(fault, target)
+    if _MARKER in function.__globals__:
+        raise FaultTargetError(
+            f"Fault {fault.name}: the module of {target} has a fault already.",
+            "Plant one fault at a time.",
+        )
+    return function
+
+
+def target_of(fault: Fault, target: str) -> FunctionType:
+    """The function that a patch changes.
+
+    Raises:
+        FaultTargetError: there is none.
+    """
     module_name, _, path = target.partition(":")
     try:
         value: Any = importlib.import_module(module_name)
@@ -101,10 +116,6 @@ def _resolve(fault: Fault, target: str) -> FunctionType:
     if not isinstance(value, FunctionType) or value.__closure__:
         raise FaultTargetError(
             f"Fault {fault.name}: {target} is no plain function.", "Choose the function itself."
-        )
-    if _MARKER in value.__globals__:
-        raise FaultTargetError(
-            f"Fault {fault.name}: {target} has a fault already.", "Plant one fault at a time."
         )
     return value
 
