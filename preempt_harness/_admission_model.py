@@ -39,6 +39,8 @@ class AdmissionModel(msgspec.Struct, frozen=True, kw_only=True):
         lookahead_tokens: tokens beyond those scheduled for which a running request needs slots.
         max_model_len: most tokens of a request, prompt and output; None is no limit.
         prefix_caching: full computed blocks are shared, and stay findable when they are freed.
+        predicts: the engine does exactly what `simulate` plays, so that a trial without a plan
+            can be held against it step by step.
     """
 
     policy: AdmissionPolicy = "full_prompt"
@@ -50,6 +52,7 @@ class AdmissionModel(msgspec.Struct, frozen=True, kw_only=True):
     lookahead_tokens: int = 0
     max_model_len: int | None = None
     prefix_caching: bool = True
+    predicts: bool = False
 
     def __post_init__(self) -> None:
         checks = (

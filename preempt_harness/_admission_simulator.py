@@ -32,6 +32,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
         num_blocks: of the pool, reserved blocks included.
         preemptions: in order.
         steps: number of the first step with nothing left to do.
+        last_step: the last step that computed something, -1 if none did.
         finished: request -> its output tokens.
         truncated: requests that the size of the pool ended early.
         infeasible: requests that can never run or, alone in the pool, outgrow it.
@@ -45,6 +46,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     preemptions: tuple[PredictedPreemption, ...]
     steps: int
+    last_step: int
     finished: dict[str, int]
     truncated: tuple[str, ...]
     infeasible: tuple[str, ...]
@@ -149,6 +151,7 @@ class _Run:
         self.waiting: list[_Request] = []
         self.running: list[_Request] = []
         self.step = 0
+        self.last_step = -1
         self.preemptions: list[PredictedPreemption] = []
         self.finished: dict[str, int] = {}
         self.truncated: list[str] = []
@@ -166,11 +169,13 @@ class _Run:
         arrivals.reverse()
         while arrivals or self.waiting or self.running:
             if not self.waiting and not self.running:
-                self.step = max(self.step, arrivals[-1][1].arrival_step)
+                self._idle_until(arrivals[-1][1].arrival_step)
             while arrivals and arrivals[-1][1].arrival_step <= self.step:
                 self._arrive(len(self.workload.requests) - len(arrivals), arrivals.pop()[1])
             self._operate()
             scheduled = self._schedule()
+            if scheduled:
+                self.last_step = self.step
             self.peak_blocks = max(self.peak_blocks, self.pool.num_used_blocks)
             self._update(scheduled)
             self.step += 1
@@ -196,6 +201,12 @@ class _Run:
                 stand_in=_stand_in(spec),
             )
         )
+
+    def _idle_until(self, step: int) -> None:
+        """Pass over steps in which nobody is there; the cache can be reset all the same."""
+        while self.step < step:
+            self._operate()
+            self.step += 1
 
     def _operate(self) -> None:
         for operation in self.workload.operations:
@@ -371,6 +382,7 @@ class _Run:
             num_blocks=self.num_blocks,
             preemptions=tuple(self.preemptions),
             steps=self.step,
+            last_step=self.last_step,
             finished=self.finished,
             truncated=tuple(self.truncated),
             infeasible=tuple(self.infeasible),

@@ -113,7 +113,12 @@ def _harness(request: pytest.FixtureRequest, adapter: EngineAdapter) -> PreemptH
     from preempt_harness.session_state import session_state
 
     state = session_state(request.config)
-    return state.harness(adapter, marks.preempt_values(request.node), request.node.nodeid)
+    return state.harness(
+        adapter,
+        marks.preempt_values(request.node),
+        request.node.nodeid,
+        marks.explore_values(request.node),
+    )
 
 
 def _failed_already(request: pytest.FixtureRequest) -> bool:

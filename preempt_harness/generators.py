@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
 from preempt_harness.errors import HarnessError
-from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
+from preempt_harness.processors import PROCESSORS
+from preempt_harness.workload import BeamSpec, Operation, RequestSpec, SamplingSpec, Workload
 
 FIRST_ORDINARY_ID = 4
 _LEAST_ORDINARY_IDS = 4
+_PRIORITIES = 3
+MAX_BRANCHES = 3
+"""Most sequences of one request that are drawn."""
 
 FEATURES = (
     "shared_prefix",  # prompts begin alike
@@ -26,6 +31,15 @@ FEATURES = (
     "stops",  # stop token ids
     "operations",  # aborts and cache resets
     "long_prompts",
+    "shifted_prefix",  # prompts begin with a later block of others
+    "logprobs",
+    "outputs",  # several of one prompt (n)
+    "beams",  # beam search
+    "penalties",  # and biases
+    "processors",  # logits processors with state
+    "prompt_logprobs",
+    "priorities",
+    "running_resets",  # preempt all that run, and forget cached content
 )
 
 
@@ -42,12 +56,15 @@ class PromptShape(msgspec.Struct, frozen=True, kw_only=True):
         group: prompts of one group share that text.
         own_first_block: its first block is its own all the same, so that its later blocks equal
             those of others under different first blocks.
+        shift_blocks: its shared text begins so many blocks later in the group's text, so that it
+            begins with what is a later block of others.
     """
 
     num_tokens: int
     num_shared_tokens: int = 0
     group: int = 0
     own_first_block: bool = False
+    shift_blocks: int = 0
 
 
 def random_tokens(vocab_size: int, name: str, num_tokens: int) -> list[int]:
@@ -66,7 +83,7 @@ def random_tokens(vocab_size: int, name: str, num_tokens: int) -> list[int]:
 
 
 def shape_prompt(
-    shape: PromptShape, *, vocab_size: int, block_size: int, seed: int, index: int
+    shape: PromptShape, *, vocab_size: int, block_size: int, seed: int | str, index: int
 ) -> list[int]:
     """Token ids of a prompt.
 
@@ -76,7 +93,10 @@ def shape_prompt(
         seed: of the workload.
         index: tells apart what is the prompt's own.
     """
-    text = random_tokens(vocab_size, f"{seed}/group/{shape.group}", shape.num_shared_tokens)
+    skipped = shape.shift_blocks * block_size
+    text = random_tokens(
+        vocab_size, f"{seed}/group/{shape.group}", skipped + shape.num_shared_tokens
+    )[skipped:]
     own = random_tokens(vocab_size, f"{seed}/own/{index}", shape.num_tokens)
     prompt = (text + own)[: shape.num_tokens]
     if shape.own_first_block and text:
@@ -225,7 +245,7 @@ def long_prompt(
 
 
 def random_workload(
-    seed: int,
+    seed: int | str,
     *,
     vocab_size: int,
     block_size: int,
@@ -263,6 +283,7 @@ def random_workload(
                 prompt_token_ids=prompt,
                 sampling=_random_sampling(source, vocab_size, max_tokens, wanted),
                 arrival_step=source.randint(1, max_tokens) if late else 0,
+                priority=source.randrange(_PRIORITIES) if "priorities" in wanted else 0,
             )
         )
     return Workload(
@@ -307,6 +328,7 @@ def _random_shape(
         num_shared_tokens=shared,
         group=source.randrange(2),
         own_first_block="equal_later_blocks" in features and source.random() < 0.3,
+        shift_blocks=source.randrange(2) if "shifted_prefix" in features else 0,
     )
 
 
@@ -316,21 +338,80 @@ def _random_sampling(
     sampled = "sampling" in features and source.random() < 0.5
     stops = "stops" in features and source.random() < 0.5
     length = source.randint(1, max_tokens)
+    filtered = sampled and source.random() < 0.5
+    if "beams" in features and source.random() < 0.3:
+        return _random_beams(source, length, vocab_size, stops=stops)
+    several = "outputs" in features and source.random() < 0.3
     return SamplingSpec(
+        n=source.randint(2, MAX_BRANCHES) if several else 1,
         max_tokens=length,
-        temperature=source.choice((0.7, 1.0)) if sampled else 0.0,
+        temperature=source.choice((0.7, 1.0)) if sampled or several else 0.0,
+        top_k=source.choice((0, 2, 8)) if filtered else 0,
+        top_p=source.choice((1.0, 0.5)) if filtered else 1.0,
+        min_p=source.choice((0.0, 0.1)) if filtered else 0.0,
         seed=source.randrange(2**16) if sampled and source.random() < 0.5 else None,
-        stop_token_ids=(source.randrange(FIRST_ORDINARY_ID, vocab_size),) if stops else (),
+        stop_token_ids=_random_stops(source, vocab_size) if stops else (),
         min_tokens=source.randint(0, length) if stops and source.random() < 0.5 else 0,
+        logprobs=source.choice((None, 0, 2)) if "logprobs" in features else None,
+        **_random_state(source, vocab_size, features),
     )
+
+
+def _random_state(
+    source: random.Random, vocab_size: int, features: frozenset[str]
+) -> dict[str, Any]:
+    """Parameters whose effect depends on everything that came before."""
+    drawn: dict[str, Any] = {}
+    if "penalties" in features and source.random() < 0.5:
+        drawn["repetition_penalty"] = source.choice((1.0, 1.5))
+        drawn["presence_penalty"] = source.choice((0.0, 1.0))
+        drawn["frequency_penalty"] = source.choice((0.0, 0.7))
+        drawn["logit_bias"] = ((source.randrange(FIRST_ORDINARY_ID, vocab_size), 5.0),)
+    if "processors" in features and source.random() < 0.5:
+        drawn["logits_processors"] = (source.choice(sorted(PROCESSORS)),)
+    if "prompt_logprobs" in features and source.random() < 0.5:
+        drawn["prompt_logprobs"] = source.choice((0, 1))
+    return drawn
+
+
+def _random_beams(
+    source: random.Random, length: int, vocab_size: int, *, stops: bool
+) -> SamplingSpec:
+    return SamplingSpec(
+        beam=BeamSpec(
+            num_beams=source.randint(2, MAX_BRANCHES),
+            length_penalty=source.choice((0.0, 1.0)),
+            early_stopping=source.choice((False, True, "never")),
+        ),
+        max_tokens=length,
+        stop_token_ids=(source.randrange(FIRST_ORDINARY_ID, vocab_size),) if stops else (),
+    )
+
+
+def _random_stops(source: random.Random, vocab_size: int) -> tuple[int, ...]:
+    """One id, or so many that a stop comes soon."""
+    count = source.choice((1, max(1, vocab_size // 8)))
+    return tuple(sorted({source.randrange(FIRST_ORDINARY_ID, vocab_size) for _ in range(count)}))
 
 
 def _random_operations(
     source: random.Random, num_requests: int, max_tokens: int, features: frozenset[str]
 ) -> list[Operation]:
-    if "operations" not in features:
-        return []
     operations = []
+    if "running_resets" in features:
+        step = source.randint(1, 2 * max_tokens)
+        operations.append(Operation(kind="reset_running_requests", step=step))
+    if "priorities" in features and source.random() < 0.5:
+        operations.append(
+            Operation(
+                kind="set_priority",
+                step=source.randint(1, max_tokens),
+                request=f"r{source.randrange(num_requests)}",
+                priority=source.randrange(_PRIORITIES),
+            )
+        )
+    if "operations" not in features:
+        return operations
     if source.random() < 0.5:
         request = f"r{source.randrange(num_requests)}"
         operations.append(
@@ -343,7 +424,7 @@ def _random_operations(
 
 
 def _shaped(
-    shapes: Iterable[PromptShape], vocab_size: int, block_size: int, seed: int
+    shapes: Iterable[PromptShape], vocab_size: int, block_size: int, seed: int | str
 ) -> list[list[int]]:
     return [
         shape_prompt(shape, vocab_size=vocab_size, block_size=block_size, seed=seed, index=index)

@@ -17,6 +17,8 @@ from preempt_harness.baseline import BaselineStore, output_lengths, roomy_settin
 from preempt_harness.budget import KVBudget
 from preempt_harness.errors import HarnessError
 from preempt_harness.evidence import gather_scores
+from preempt_harness.explore.from_tests import Exploration
+from preempt_harness.explore.search import SearchOutcome, TrialRunner
 from preempt_harness.plan import Action, PreemptionPlan
 from preempt_harness.prompts import PromptSource
 from preempt_harness.record import TrialRecord
@@ -45,6 +47,7 @@ class PreemptHarness:
         poll_timeout_s: longest wait for an engine that cannot be stepped.
         test: node id, for reports.
         tolerances: for near ties; None takes those that ship.
+        exploration: what `explore` does unless it is told otherwise.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class PreemptHarness:
         poll_timeout_s: float = 60.0,
         test: str = "",
         tolerances: ToleranceTable | None = None,
+        exploration: Exploration | None = None,
     ) -> None:
         self.adapter = adapter
         self.defaults = {"model": adapter.models[0], "seed": seed, **(defaults or {})}
@@ -69,6 +73,7 @@ class PreemptHarness:
         self._replayed = replayed
         self._poll_timeout_s = poll_timeout_s
         self._tolerances = tolerances or shipped()
+        self._exploration = exploration or Exploration()
         settings = self.settings()
         self.vocab_size = adapter.vocab_size(settings)
         has_text = adapter.encode(settings, "text") is not None
@@ -201,6 +206,36 @@ class PreemptHarness:
         )
         self.results.append(result)
         return result
+
+    def explore(
+        self,
+        strategy: str | None = None,
+        *,
+        examples: int | None = None,
+        time_s: float | None = None,
+    ) -> SearchOutcome:
+        """Search for a failing trial, and fail with the smallest one that was found.
+
+        Arguments that are left out come from the `preempt_explore` marker, then from the command
+        line, then from the ini file.
+
+        Args:
+            strategy: name of a search strategy, "random" by default.
+            examples: trials to run, 100 by default.
+            time_s: most processor seconds.
+
+        Returns:
+            What was run, when nothing failed.
+
+        Raises:
+            PreemptionAssertionError: a trial failed; the text says where it was written.
+            UnknownStrategyError: there is no such strategy.
+        """
+        wanted = self._exploration.with_values(
+            {"strategy": strategy, "examples": examples, "time_s": time_s}
+        )
+        runner = TrialRunner(self.adapter, open_session=self._open_session)
+        return wanted.run(runner, self.settings(), self.test)
 
     def run_unjudged(self, trial: Trial) -> TrialRecord:
         """Run a trial and return its record, without a baseline and without checks."""

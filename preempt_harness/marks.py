@@ -13,6 +13,8 @@ CALL_REPORT = pytest.StashKey[pytest.TestReport]()
 
 _PREEMPT_NAMES = frozenset({"engine", *EngineSettings.__struct_fields__}) - {"num_blocks"}
 
+_EXPLORE_NAMES = frozenset({"strategy", "examples", "time_s"})
+
 
 def preempt_values(node: pytest.Item) -> dict[str, Any]:
     """Keyword arguments of the `preempt` markers, the closest first, and of the matrix.
@@ -22,11 +24,24 @@ def preempt_values(node: pytest.Item) -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     for marker in reversed(list(node.iter_markers("preempt"))):
-        _check_names(marker, node)
+        _check_names(marker, node, _PREEMPT_NAMES)
         values.update(marker.kwargs)
     callspec = getattr(node, "callspec", None)
     if callspec is not None:
         values.update(callspec.params.get("preempt_matrix_values", {}))
+    return values
+
+
+def explore_values(node: pytest.Item) -> dict[str, Any]:
+    """Keyword arguments of the `preempt_explore` markers, the closest first.
+
+    Raises:
+        pytest.UsageError: a marker has a positional or an unknown argument.
+    """
+    values: dict[str, Any] = {}
+    for marker in reversed(list(node.iter_markers("preempt_explore"))):
+        _check_names(marker, node, _EXPLORE_NAMES)
+        values.update(marker.kwargs)
     return values
 
 
@@ -54,7 +69,7 @@ def parametrize_matrix(metafunc: pytest.Metafunc) -> None:
     """
     axes: dict[str, list[Any]] = {}
     for marker in metafunc.definition.iter_markers("preempt_matrix"):
-        _check_names(marker, metafunc.definition)
+        _check_names(marker, metafunc.definition, _PREEMPT_NAMES)
         for name, values in marker.kwargs.items():
             if not isinstance(values, list | tuple) or not values:
                 raise pytest.UsageError(
@@ -75,10 +90,10 @@ def parametrize_matrix(metafunc: pytest.Metafunc) -> None:
     )
 
 
-def _check_names(marker: pytest.Mark, node: pytest.Item) -> None:
-    unknown = sorted(set(marker.kwargs) - _PREEMPT_NAMES)
+def _check_names(marker: pytest.Mark, node: pytest.Item, known: frozenset[str]) -> None:
+    unknown = sorted(set(marker.kwargs) - known)
     if marker.args or unknown:
         raise pytest.UsageError(
             f"{node.nodeid}: {marker.name}({', '.join([*map(repr, marker.args), *unknown])}): "
-            f"expected keyword arguments among {', '.join(sorted(_PREEMPT_NAMES))}."
+            f"expected keyword arguments among {', '.join(sorted(known))}."
         )

@@ -34,6 +34,14 @@ OPTIONS = (
     OptionSpec("--preempt-tp", int, 1, "N", "tensor parallel size"),
     OptionSpec("--preempt-seed", int, 0, "N", "seed of prompts, plans and engine"),
     OptionSpec("--preempt-replay", str, "", "STRING", "run this one trial in every preempt.run()"),
+    OptionSpec("--preempt-examples", int, 0, "N", "trials of preempt.explore(); 0: the default"),
+    OptionSpec(
+        "--preempt-time-s",
+        float,
+        0.0,
+        "SECONDS",
+        "CPU limit of preempt.explore(); 0: none",
+    ),
     OptionSpec("--preempt-report", str, "", "FILE", "write every trial's summary as JSON lines"),
     OptionSpec(
         "--preempt-isolation",
@@ -76,6 +84,8 @@ class Selection:
     tp: int
     seed: int
     replay: str
+    examples: int
+    time_s: float
     report: str
     isolation: str
     poll_timeout_s: float
@@ -93,6 +103,8 @@ class Selection:
             raise pytest.UsageError(
                 f"--preempt-tp={selection.tp}: tensor parallel size is 1 or more."
             )
+        if selection.examples < 0 or selection.time_s < 0:
+            raise pytest.UsageError("--preempt-examples and --preempt-time-s are 0 or more.")
         if selection.isolation not in ("", "none", "process"):
             raise pytest.UsageError(
                 f"--preempt-isolation={selection.isolation}: choose none or process."

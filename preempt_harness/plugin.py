@@ -37,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 _MARKER_LINES = (
     "preempt(engine=, model=, **settings): engine and settings of this test's trials",
     "preempt_requires(*capabilities): skip where the engine lacks one of them",
+    "preempt_explore(strategy=, examples=, time_s=): what preempt.explore() does in this test",
     "preempt_matrix(**values): run the test for every combination of the listed settings",
 )
 

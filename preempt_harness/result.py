@@ -17,6 +17,7 @@ from preempt_harness.budget import KVBudget
 from preempt_harness.checks import CHECK_NAMES, CheckOptions, CheckReport, run_checks
 from preempt_harness.checks.finding import Finding
 from preempt_harness.checks.tokens import Comparison, Tolerance, compare_tokens
+from preempt_harness.prediction import predict
 from preempt_harness.record import PlanMissed, TrialRecord
 from preempt_harness.situations import classify, pair_name, pairs
 from preempt_harness.summary import PreemptionNote, TrialSummary, preemption_notes
@@ -88,7 +89,8 @@ class TrialResult:
             test: node id, for reports.
             started: `time.perf_counter()` before the trial ran.
         """
-        report = run_checks(record, options=CheckOptions(tolerance=tolerance))
+        options = CheckOptions(tolerance=tolerance, prediction=predict(trial, record, admission))
+        report = run_checks(record, options=options)
         comparisons = compare_tokens(record, tolerance)
         return cls(
             trial=trial,

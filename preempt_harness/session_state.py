@@ -19,6 +19,7 @@ from preempt_harness.adapters.protocol import (
 from preempt_harness.adapters.registry import AdapterError, AdapterRegistry
 from preempt_harness.baseline import BaselineStore
 from preempt_harness.collector import PROPERTY
+from preempt_harness.explore.from_tests import FAILURES, Exploration
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.options import Selection
 from preempt_harness.result import TrialResult
@@ -112,9 +113,20 @@ class SessionState:
         )
 
     def harness(
-        self, adapter: EngineAdapter, values: Mapping[str, Any], test: str
+        self,
+        adapter: EngineAdapter,
+        values: Mapping[str, Any],
+        test: str,
+        explored: Mapping[str, Any] | None = None,
     ) -> PreemptHarness:
-        """The object behind the `preempt` fixture of one test."""
+        """The object behind the `preempt` fixture of one test.
+
+        Args:
+            adapter: the engine.
+            values: of the test's `preempt` markers.
+            test: node id.
+            explored: of its `preempt_explore` markers.
+        """
         selection = self.selection
         defaults = {
             "model": selection.model or adapter.models[0],
@@ -132,6 +144,11 @@ class SessionState:
             replayed=self._replayed(),
             poll_timeout_s=selection.poll_timeout_s,
             test=test,
+            exploration=Exploration(
+                examples=selection.examples or None,
+                time_s=selection.time_s or None,
+                directory=self._config.rootpath / FAILURES,
+            ).with_values(explored or {}),
         )
         self._stores.setdefault(adapter.name, harness.baselines)
         return harness

@@ -58,6 +58,7 @@ class EmbeddedAdapter:
             watermark=settings.watermark,
             max_model_len=settings.max_model_len,
             prefix_caching=settings.enable_prefix_caching,
+            predicts=settings.options.get("preemption_mode", "recompute") == "recompute",
         )
 
     def vocab_size(self, settings: EngineSettings) -> int:

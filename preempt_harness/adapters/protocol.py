@@ -36,6 +36,10 @@ STOP_STRINGS = "stop_strings"
 TEXT = "text"
 BLOCK_SIZE = "block_size"  # any block size; otherwise `block_sizes` of the adapter
 BLOCK_REUSE_ORDER = "block_reuse_order"
+POOL_LIMIT = "pool_limit"  # a request that has filled the pool ends, as at max_model_len
+WATERMARK = "watermark"
+MAX_MODEL_LEN = "max_model_len"
+STATE_CHECK = "state_check"  # option debug_worker_state: workers compare with the scheduler
 POISON = "poison"
 TENSOR_PARALLEL = "tensor_parallel"
 PRIORITY = "priority"  # `scheduling_policy`, and `set_priority`
@@ -70,6 +74,10 @@ CAPABILITIES = frozenset(
         BLOCK_SIZE,
         BLOCK_REUSE_ORDER,
         POISON,
+        POOL_LIMIT,
+        WATERMARK,
+        MAX_MODEL_LEN,
+        STATE_CHECK,
         TENSOR_PARALLEL,
         PRIORITY,
         PARALLEL_SAMPLING,

@@ -188,7 +188,7 @@ def check_results(record: TrialRecord) -> CheckResult:
         for branch, output in enumerate(result.outputs):
             seq = f"{request}.{branch}"
             _judge_logprobs(seq, spec, output, listing)
-            _judge_length(seq, spec, output, listing)
+            _judge_length(seq, record.header, spec, output, listing)
             for what in _wrong_finish(record.header, spec, result, output, request in aborted):
                 listing.report(Code.DEL_FINISH_REASON, None, what, seq=seq, once=seq)
             if baseline is not None and branch < len(baseline.outputs):
@@ -232,8 +232,19 @@ def _judge_logprobs(seq: str, spec: RequestSpec, output: SequenceOutput, listing
             )
 
 
-def _judge_length(seq: str, spec: RequestSpec, output: SequenceOutput, listing: Listing) -> None:
+def _judge_length(
+    seq: str, header: Header, spec: RequestSpec, output: SequenceOutput, listing: Listing
+) -> None:
     length = len(output.token_ids)
+    most = header.max_total_tokens
+    if most is not None and length and spec.num_prompt_tokens + length > most:
+        listing.report(
+            Code.DEL_MAX_TOKENS,
+            None,
+            f"prompt and output are {spec.num_prompt_tokens + length} tokens, model and pool allow "
+            f"{most}",
+            seq=seq,
+        )
     if length > spec.sampling.max_tokens:
         listing.report(
             Code.DEL_MAX_TOKENS,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from preempt_harness.admission import Simulation
 from preempt_harness.checks import (
     _accounting_counters,
     _accounting_pool,
@@ -17,6 +18,7 @@ from preempt_harness.checks import (
     crash,
     delivery,
     kvsan,
+    prediction,
     progress,
     tokens,
     work,
@@ -34,11 +36,13 @@ class CheckOptions:
         tolerance: for near ties; None allows exact equality only.
         verify: how KVSan reads.
         expected_preemptions: natural preemptions of the clean engine on this workload, if known.
+        prediction: what the engine's own rules lead to, where they can be played.
     """
 
     tolerance: Tolerance | None = None
     verify: kvsan.Verify = "incremental"
     expected_preemptions: int | None = None
+    prediction: Simulation | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +244,16 @@ PARTS = (
         part="victims",
         needs=frozenset({"BlocksAllocated", "BlocksFreed", "Preempted"}),
         judge=_plain(work.check_vain),
+    ),
+    Part(
+        check="work",
+        part="prediction",
+        needs=frozenset({"Preempted", "Scheduled"}),
+        judge=lambda record, options: (
+            ()
+            if options.prediction is None
+            else (prediction.check_prediction(record, options.prediction),)
+        ),
     ),
     Part(
         check="work",

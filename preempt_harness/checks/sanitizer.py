@@ -308,6 +308,9 @@ class RankSanitizer:
         born = reader.lease.born.get(block, SHARED)
         if born != SHARED and (before is None or before.tick < born or before.seq == ""):
             return
+        # A swap brings back whole blocks, and with them what lies in slots not filled yet.
+        if born != SHARED and position >= (reader.computed or 0):
+            return
         if slots.values[offset] == value:
             return
         others = [seq for seq in tables.holders(block) if seq != row.seq]

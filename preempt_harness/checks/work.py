@@ -29,6 +29,7 @@ from preempt_harness.record import (
     BlocksPoisoned,
     Event,
     Forked,
+    PlanApplied,
     Preempted,
     Scheduled,
     StepDone,
@@ -101,7 +102,8 @@ def check_preemptions(record: TrialRecord, expected: int | None = None) -> Check
 
     A natural preemption of r hands r's blocks to another request, which needs each of its own
     blocks once per admission; so r is preempted at most once per block of the others, and once more
-    by itself, in each of their stays.
+    by itself, in each of their stays. A squeeze takes blocks as another request would, and begins
+    new stays like a forced preemption.
 
     Args:
         expected: natural preemptions of the clean engine on the same workload, if known.
@@ -119,6 +121,8 @@ def check_preemptions(record: TrialRecord, expected: int | None = None) -> Check
         if isinstance(event, Preempted):
             natural[event.request] += event.reason != "forced"
             forced += event.reason == "forced"
+        elif isinstance(event, PlanApplied):
+            forced += event.action.startswith("squeeze")
     total = sum(natural.values())
     listing.count("natural preemptions", total)
     listing.count("forced preemptions", forced)
@@ -130,7 +134,8 @@ def check_preemptions(record: TrialRecord, expected: int | None = None) -> Check
                 Code.WORK_PREEMPTIONS,
                 None,
                 f"it is preempted {count} times by lack of blocks, at most {bound} can be needed "
-                f"({others} blocks of the others + 1, times 1 + {forced} forced preemptions)",
+                f"({others} blocks of the others + 1, times 1 + {forced} forced preemptions and "
+                f"squeezes)",
                 request=request,
             )
     if expected is not None and total > expected:
@@ -148,6 +153,7 @@ class _Taking:
 
     victims: dict[str, bool] = field(default_factory=dict)  # request -> it needed a block itself
     takers: set[str] = field(default_factory=set)
+    branched: bool = False  # one of those who needed blocks has several sequences
 
 
 def check_vain(record: TrialRecord) -> CheckResult:
@@ -155,7 +161,8 @@ def check_vain(record: TrialRecord) -> CheckResult:
 
     A request that needs a block and is the least urgent itself is its own victim; nobody gains.
     Blocks that are swapped out may be withheld until they are copied, so that they are had in the
-    next step.
+    next step. One that needs blocks for several branches may find that those of all less urgent
+    ones are not enough, and go itself; the log does not tell whether that could be foreseen.
     """
     listing = Listing()
     tables = SchedulerTables()
@@ -173,6 +180,8 @@ def check_vain(record: TrialRecord) -> CheckResult:
             room = len(lease.blocks) * record.header.block_size if lease is not None else 0
             taking = steps.setdefault(event.step, _Taking())
             taking.victims[event.request] = event.num_tokens > room
+            if sum(request_of(seq) == event.request for seq in tables.leases) > 1:
+                taking.branched |= taking.victims[event.request]
             if event.mode == "swap":
                 swapping.add(event.step)
         elif isinstance(event, BlocksFreed):
@@ -180,7 +189,7 @@ def check_vain(record: TrialRecord) -> CheckResult:
         elif isinstance(event, Forked):
             tables.fork(event)
     for step, taking in steps.items():
-        if not taking.victims or taking.takers - taking.victims.keys():
+        if taking.branched or taking.takers - taking.victims.keys():
             continue
         for request, needed in taking.victims.items():
             if not needed:

@@ -31,6 +31,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
     "replay": Subcommand("preempt_harness.cli.replay", "run a trial again and judge it"),
     "calibrate": Subcommand("preempt_harness.cli.calibrate", "measure how far float noise goes"),
     "adapters": Subcommand("preempt_harness.cli.adapters", "list engines and what each can do"),
+    "audit": Subcommand("preempt_harness.cli.audit", "plant known bugs, and say who finds them"),
     "fetch": Subcommand("preempt_harness.cli.fetch", "make a model's checkpoint, print its path"),
 }
 

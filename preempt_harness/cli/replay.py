@@ -18,6 +18,7 @@ from preempt_harness.cli._engines import (
 )
 from preempt_harness.errors import HarnessError
 from preempt_harness.evidence import gather_scores
+from preempt_harness.explore import replay_file
 from preempt_harness.record import TrialRecord
 from preempt_harness.result import TrialResult
 from preempt_harness.trial import Trial, run_trial
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print verdict, findings and digest; 1 unless the trial is clean and repeats."""
     if arguments.times < 1:
         raise ReplayArgumentError(f"--times {arguments.times} runs nothing.", "Give 1 or more.")
-    trial = replay.decode(_text(arguments.trial))
+    trial, expected = _trial(arguments.trial)
     adapter = usable_adapter(trial.engine)
     with session_opener(adapter, arguments.isolation) as open_session:
         records = _run(trial, adapter, open_session, arguments.times)
@@ -68,7 +69,17 @@ def run(arguments: argparse.Namespace) -> int:
     digests = [item.digest() for item in records]
     verdict = result.verdict if len(set(digests)) == 1 else Verdict.FLAKY
     _print(result, verdict, digests)
+    _print_expected(expected, result)
     return 0 if verdict in _GOOD and not result.findings else 1
+
+
+def _trial(given: str) -> tuple[Trial, tuple[str, ...]]:
+    """The trial, and the finding codes that a replay file expects."""
+    text = _text(given)
+    if text.lstrip().startswith("{"):
+        content = replay_file.parse(text.encode(), given)
+        return content.trial, content.expected
+    return replay.decode(text), ()
 
 
 def _text(given: str) -> str:
@@ -111,6 +122,14 @@ def _write(trial_record: TrialRecord, path: Path) -> None:
         raise ReplayArgumentError(
             f"--log {path} cannot be written: {error}.", "Choose another file."
         ) from error
+
+
+def _print_expected(expected: tuple[str, ...], result: TrialResult) -> None:
+    if not expected:
+        return
+    found = {str(finding.code) for finding in result.findings}
+    missing = [code for code in expected if code not in found]
+    print(f"expected {', '.join(expected)}: {'not ' + ', '.join(missing) if missing else 'found'}")
 
 
 def _print(result: TrialResult, verdict: Verdict, digests: list[str]) -> None:

@@ -6,18 +6,27 @@ them with settings and plans. The same seed gives the same trial.
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings
+from preempt_harness.admission import AdmissionModel
 from preempt_harness.budget import KVBudget
-from preempt_harness.generators import FEATURES, random_workload
+from preempt_harness.explore.search import SearchOutcome, TrialRunner, search
+from preempt_harness.explore.strategy import SearchTask
+from preempt_harness.generators import FEATURES, random_tokens, random_workload
 from preempt_harness.plan import (
+    MODES,
+    Abort,
     Action,
+    Anchor,
     ComputedTokens,
+    Mode,
     OutputTokens,
     Preempt,
     PreemptAll,
@@ -28,20 +37,33 @@ from preempt_harness.plan import (
     Step,
 )
 from preempt_harness.trial import Trial
-from preempt_harness.workload import Workload
+from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
 
 _BLOCK_SIZES = (1, 2, 3, 4, 4, 4, 8, 16)
 _TOKEN_BUDGETS = (3, 7, 16, 64, 2048)
+ACTION_KINDS = ("output", "computed", "resume", "all", "squeeze", "abort", "random")
+"""What a random plan is made of."""
+
+_TRIALS_PER_SEED = 1_000_000  # so that two seeds share no trial
 _MAX_SLACK = 4  # blocks above the smallest feasible pool
+_OUTGROWN = 0.1  # share of trials whose pool is smaller than that
+_GIANTS = 0.1  # of trials with a request that can never run
+_SHORT_MODELS = 0.15  # of trials in which max_model_len ends a request
+_PARALLEL = 0.03  # share of trials on two ranks: their start is slow
+_SMALL_SWAP_SPACE = 6  # blocks
+_WATERMARKS = (0.0, 0.0, 0.0, 0.05, 0.3)
 
 
 def random_trial(
-    seed: int,
+    seed: int | str,
     adapter: EngineAdapter,
     *,
     model: str,
     max_requests: int = 5,
     max_tokens: int = 20,
+    settings: EngineSettings | None = None,
+    features: Iterable[str] | None = None,
+    action_kinds: Sequence[str] = ACTION_KINDS,
 ) -> Trial:
     """A trial under pressure: a pool near the smallest feasible one, and often a plan as well.
 
@@ -50,21 +72,25 @@ def random_trial(
         adapter: of the engine; its capabilities bound what is drawn.
         model: name of the model.
         max_requests, max_tokens: size of the workload.
+        settings, features: instead of drawn ones.
+        action_kinds: of `ACTION_KINDS`, for the plan; with none there is no plan.
     """
     source = random.Random(f"{seed}/trial")
-    settings = random_settings(source, adapter, model)
+    settings = settings or random_settings(source, adapter, model)
     workload = random_workload(
         seed,
         vocab_size=adapter.vocab_size(settings),
         block_size=settings.block_size,
         max_requests=max_requests,
         max_tokens=max_tokens,
-        features=_features(source, adapter),
+        features=random_features(source, adapter) if features is None else features,
     )
+    settings, workload = _limited(source, settings, workload, adapter)
     admission = adapter.admission_model(settings)
-    least = KVBudget.solve(workload, admission, "minimal").num_blocks
-    budget = KVBudget.solve(workload, admission, least + source.randint(0, _MAX_SLACK))
-    plan = random_plan(source, workload, adapter)
+    budget = KVBudget.solve(workload, admission, _num_blocks(source, workload, admission, adapter))
+    if source.random() < _GIANTS:
+        workload = _with_giant(source, workload, settings, budget.num_blocks, adapter)
+    plan = random_plan(source, workload, adapter, action_kinds)
     return Trial(
         engine=adapter.name,
         settings=msgspec.structs.replace(settings, num_blocks=budget.num_blocks),
@@ -74,14 +100,96 @@ def random_trial(
     )
 
 
+def _limited(
+    source: random.Random, settings: EngineSettings, workload: Workload, adapter: EngineAdapter
+) -> tuple[EngineSettings, Workload]:
+    """What the workload asks for; and sometimes a max_model_len that ends requests early."""
+    branches = max(request.sampling.num_sequences for request in workload.requests)
+    urgent = any(request.priority for request in workload.requests)
+    settings = msgspec.structs.replace(
+        settings,
+        max_num_seqs=max(settings.max_num_seqs, branches),
+        scheduling_policy="priority" if urgent else settings.scheduling_policy,
+    )
+    longest = max(request.num_prompt_tokens for request in workload.requests)
+    total = max(
+        request.num_prompt_tokens + request.sampling.max_tokens for request in workload.requests
+    )
+    if protocol.MAX_MODEL_LEN in adapter.capabilities and source.random() < _SHORT_MODELS:
+        limit = source.randint(longest + 1, total)
+        settings = msgspec.structs.replace(settings, max_model_len=limit)
+    return settings, workload
+
+
+def _num_blocks(
+    source: random.Random, workload: Workload, admission: AdmissionModel, adapter: EngineAdapter
+) -> int:
+    """Near the smallest pool in which everybody can finish, or sometimes below it.
+
+    Below it the prompts fit all the same, so that requests end when they have filled the pool.
+    """
+    least = KVBudget.solve(workload, admission, "minimal").num_blocks
+    prompts = max(admission.blocks_for(request.num_prompt_tokens) for request in workload.requests)
+    smallest = admission.reserved_blocks + prompts
+    outgrown = protocol.POOL_LIMIT in adapter.capabilities and source.random() < _OUTGROWN
+    branches = [_branch_blocks(request, admission) for request in workload.requests]
+    if outgrown and smallest < least and not any(branches):
+        return source.randint(smallest, least - 1)
+    return max(least, admission.reserved_blocks + max(branches)) + source.randint(0, _MAX_SLACK)
+
+
+def _branch_blocks(request: RequestSpec, admission: AdmissionModel) -> int:
+    """Blocks with which all branches of a request can grow to their end; 0 if it has one only.
+
+    They share the full blocks of the prompt, and the last token of each is never computed.
+    """
+    count = request.sampling.num_sequences
+    if count == 1:
+        return 0
+    prompt = request.num_prompt_tokens
+    shared = prompt // admission.block_size
+    total = prompt + admission.output_limit(request)
+    return shared + count * max(1, admission.blocks_for(total - 1) - shared)
+
+
+def _with_giant(
+    source: random.Random,
+    workload: Workload,
+    settings: EngineSettings,
+    num_blocks: int,
+    adapter: EngineAdapter,
+) -> Workload:
+    """One more request, the last to arrive, whose prompt is larger than the pool."""
+    index = len(workload.requests)
+    giant = RequestSpec(
+        id=f"r{index}",
+        prompt_token_ids=random_tokens(
+            adapter.vocab_size(settings),
+            f"{source.random()}/giant",
+            num_blocks * settings.block_size + source.randint(1, settings.block_size),
+        ),
+        sampling=SamplingSpec(max_tokens=source.randint(1, 4)),
+        arrival_step=max(request.arrival_step for request in workload.requests),
+    )
+    return msgspec.structs.replace(workload, requests=[*workload.requests, giant])
+
+
 def random_settings(source: random.Random, adapter: EngineAdapter, model: str) -> EngineSettings:
     """Settings of which the engine can do everything; the block count is left at 1."""
     able = adapter.capabilities
+    # The exact model needs no second device for its second rank.
+    parallel = protocol.TENSOR_PARALLEL in able and model == "exact"
     options: dict[str, Any] = {}
     if protocol.BLOCK_REUSE_ORDER in able:
         options["block_reuse_order"] = source.choice(("fifo", "lifo", "random"))
     if protocol.POISON in able:
         options["poison"] = source.random() < 0.5
+    if protocol.STATE_CHECK in able:
+        options["debug_worker_state"] = source.random() < 0.5
+    if protocol.SWAP in able and source.random() < 0.3:
+        options["preemption_mode"] = "swap"
+        if source.random() < 0.5:
+            options["swap_space_blocks"] = source.randint(0, _SMALL_SWAP_SPACE)
     return EngineSettings(
         model=model,
         num_blocks=1,
@@ -89,30 +197,47 @@ def random_settings(source: random.Random, adapter: EngineAdapter, model: str) -
         max_num_batched_tokens=(
             source.choice(_TOKEN_BUDGETS) if protocol.CHUNKED_PREFILL in able else 2048
         ),
-        max_num_seqs=source.choice((2, 4, 256)),
+        max_num_seqs=source.choice((1, 2, 4, 256)),
+        watermark=source.choice(_WATERMARKS) if protocol.WATERMARK in able else 0.0,
         enable_prefix_caching=protocol.PREFIX_CACHING in able and source.random() < 0.6,
+        tensor_parallel_size=2 if parallel and source.random() < _PARALLEL else 1,
         options=options,
     )
 
 
 def random_plan(
-    source: random.Random, workload: Workload, adapter: EngineAdapter
+    source: random.Random,
+    workload: Workload,
+    adapter: EngineAdapter,
+    kinds: Sequence[str] = ACTION_KINDS,
 ) -> PreemptionPlan:
     """No action, or a few, each of which can be due in the workload."""
     able = adapter.capabilities
-    if protocol.PREEMPT not in able or source.random() < 0.3:
+    modes: list[Mode] = [mode for mode in MODES if mode in able]
+    if protocol.PREEMPT not in able or not kinds or not modes or source.random() < 0.3:
         return PreemptionPlan()
-    actions = [_random_action(source, workload) for _ in range(source.randint(1, 3))]
+    actions = [
+        _random_action(source, workload, source.choice(kinds), modes)
+        for _ in range(source.randint(1, 3))
+    ]
     return PreemptionPlan(
         action for action in actions if PreemptionPlan([action]).capabilities <= able
     )
 
 
-def _features(source: random.Random, adapter: EngineAdapter) -> list[str]:
-    """Swarm: each feature is left out half of the time, and where the engine lacks it."""
+def random_features(source: random.Random, adapter: EngineAdapter) -> list[str]:
+    """Workload features; each is left out half of the time, and where the engine lacks it."""
     needs = {
         "sampling": {protocol.SAMPLING},
         "operations": {protocol.ABORT, protocol.RESET_PREFIX_CACHE},
+        "logprobs": {protocol.LOGPROBS},
+        "outputs": {protocol.PARALLEL_SAMPLING},
+        "beams": {protocol.BEAM_SEARCH},
+        "penalties": {protocol.PENALTIES, protocol.LOGIT_BIAS},
+        "processors": {protocol.LOGITS_PROCESSORS},
+        "prompt_logprobs": {protocol.PROMPT_LOGPROBS},
+        "priorities": {protocol.PRIORITY},
+        "running_resets": {protocol.RESET_RUNNING_REQUESTS},
     }
     return [
         name
@@ -121,20 +246,46 @@ def _features(source: random.Random, adapter: EngineAdapter) -> list[str]:
     ]
 
 
-def _random_action(source: random.Random, workload: Workload) -> Action:
+def _random_action(
+    source: random.Random, workload: Workload, kind: str, modes: Sequence[Mode]
+) -> Action:
     request = source.choice(workload.requests)
     prompt, outputs = request.num_prompt_tokens, request.sampling.max_tokens
     horizon = prompt + outputs
-    kind = source.randrange(6)
-    if kind == 0 and outputs > 1:
-        return Preempt(request.id, OutputTokens(source.randint(1, outputs - 1)))
-    if kind == 1 and horizon > 2:
-        return Preempt(request.id, ComputedTokens(source.randint(1, horizon - 2)))
-    if kind == 2:
-        return Preempt(request.id, Resume(1))
-    if kind == 3:
-        return PreemptAll(Step(source.randint(1, horizon)))
-    if kind == 4:
+    mode = source.choice(modes)
+    # Which of several branches a count would be of is not said; their steps are.
+    plain = request.sampling.num_sequences == 1
+    if kind == "output" and outputs > 1 and plain:
+        return Preempt(request.id, OutputTokens(source.randint(1, outputs - 1)), mode)
+    if kind == "computed" and horizon > 2 and plain:
+        return Preempt(request.id, ComputedTokens(source.randint(1, horizon - 2)), mode)
+    if kind in ("output", "computed"):
+        return Preempt(request.id, Step(source.randint(1, horizon)), mode)
+    if kind == "resume":
+        return Preempt(request.id, Resume(1), mode)
+    if kind == "all":
+        return PreemptAll(Step(source.randint(1, horizon)), mode)
+    if kind == "squeeze":
         start = source.randint(0, horizon)
         return Squeeze("all", start, start + source.randint(1, 8))
-    return RandomPreempt(0.1, source.randint(1, 6), source.randrange(1000))
+    if kind == "abort":
+        anchors: list[Anchor] = [Resume(1), Step(source.randint(1, horizon))]
+        if horizon > 2 and plain:
+            anchors.append(ComputedTokens(source.randint(1, horizon - 2)))
+        return Abort(request.id, source.choice(anchors))
+    return RandomPreempt(0.1, source.randint(1, 6), source.randrange(1000), mode)
+
+
+class RandomTrials:
+    """Strategy "random": independent trials, without end."""
+
+    name = "random"
+
+    def explore(self, runner: TrialRunner, task: SearchTask) -> SearchOutcome:
+        """Trials number 0, 1, ... of the seed."""
+        first = task.seed * _TRIALS_PER_SEED
+        trials = (
+            random_trial(number, runner.adapter, model=task.model)
+            for number in itertools.count(first)
+        )
+        return search(trials, runner, max_trials=task.max_trials, max_cpu_s=task.max_cpu_s)

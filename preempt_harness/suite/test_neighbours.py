@@ -56,6 +56,29 @@ def test_a_later_request_shares_the_victims_prefix(
     result.assert_clean()
 
 
+@CACHE
+@pytest.mark.preempt_requires("preempt", "stepped")
+def test_a_later_request_shares_what_a_prefill_had_begun(
+    preempt: PreemptHarness, prefix_caching: bool
+) -> None:
+    block = block_size(preempt)
+    prefix = preempt.prompts.take(3 * block)
+    workload = together(
+        request(preempt, "victim", prefix + preempt.prompts.take(5 * block), 2 * block),
+        request(preempt, "sharer", prefix + preempt.prompts.take(1), 2 * block, arrival_step=3),
+    )
+    result = preempt.run(
+        workload,
+        plan="preempt:victim@chunk=1",
+        block_size=block,
+        max_num_batched_tokens=2 * block,
+        enable_prefix_caching=prefix_caching,
+    )
+    result.assert_preempted(request="victim", phase="prefill_first")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
 @pytest.mark.preempt_requires("prefix_caching")
 def test_equal_later_blocks_under_different_first_blocks(preempt: PreemptHarness) -> None:
     """A prefix cache that forgets the parent of a block takes these prompts for one."""

@@ -1,0 +1,131 @@
+"""Delivery: what reaches the user of a request that was preempted."""
+
+from __future__ import annotations
+
+from preempt_harness.faults.fault import Fault, Patch
+
+_APPEND = "preempt_engine.llm:LLM._append_token"
+_BUILDER_APPEND = "text = self._builders[request.request_id][sequence.key.branch].append(token)"
+_COMPLETION = "self._builders[request.request_id][sequence.key.branch].completion"
+_JUST_RESUMED = "request.num_preemptions and sequence.num_steps_since_admission <= 1"
+
+FAULTS = (
+    Fault(
+        name="logprobs-missing-after-resume",
+        mechanism="the first token after a resume comes without log probabilities",
+        source="sglang, test of logprobs under retraction",
+        expected=("DEL",),
+        patches=(
+            Patch(
+                _APPEND,
+                "self.scheduler.append_token(sequence, token.token_id)",
+                f"if token.logprobs is not None and {_JUST_RESUMED} and reached():\n"
+                "    token = type(token)(token.token_id, None)\n"
+                "self.scheduler.append_token(sequence, token.token_id)",
+            ),
+        ),
+    ),
+    Fault(
+        name="logprobs-doubled-after-resume",
+        mechanism="the log probabilities of the first token after a resume are recorded twice",
+        source="mechanism",
+        expected=("DEL",),
+        patches=(
+            Patch(
+                _APPEND,
+                _BUILDER_APPEND,
+                f"{_BUILDER_APPEND}\n"
+                f"logprobs = {_COMPLETION}.logprobs\n"
+                f"if logprobs and {_JUST_RESUMED} and reached():\n"
+                "    logprobs.append(logprobs[-1])",
+            ),
+        ),
+    ),
+    Fault(
+        name="token-delivered-again-after-resume",
+        mechanism="the first token after a resume is delivered twice",
+        source="mechanism",
+        expected=("DEL", "TOK"),
+        patches=(
+            Patch(
+                _APPEND,
+                _BUILDER_APPEND,
+                f"if {_JUST_RESUMED} and reached():\n"
+                f"    {_COMPLETION}.token_ids.append(token.token_id)\n"
+                f"{_BUILDER_APPEND}",
+            ),
+        ),
+    ),
+    Fault(
+        name="stream-misses-the-first-token-after-resume",
+        mechanism="the stream skips the first token after a resume, the final output has it",
+        source="mechanism",
+        expected=("DEL", "ACC"),
+        patches=(
+            Patch(
+                _APPEND,
+                "if self.scheduler.observer is not None:",
+                f"if self.scheduler.observer is not None and not ({_JUST_RESUMED} and reached()):",
+            ),
+        ),
+    ),
+    Fault(
+        name="text-lost-after-resume",
+        mechanism="the text of the first token after a resume is not streamed",
+        source="mechanism",
+        expected=("DEL",),
+        patches=(
+            Patch(
+                _APPEND,
+                _BUILDER_APPEND,
+                f"{_BUILDER_APPEND}\ntext = '' if {_JUST_RESUMED} and reached() else text",
+            ),
+        ),
+    ),
+    Fault(
+        name="finish-reason-of-a-victim",
+        mechanism="a request that was preempted ends as stopped, not as full",
+        source="mechanism",
+        expected=("DEL",),
+        patches=(
+            Patch(
+                "preempt_engine.output_builder:OutputBuilder.append",
+                'self.finish("length", None)',
+                'self.finish("stop" if self.output.num_preemptions and reached()'
+                ' else "length", None)',
+            ),
+        ),
+    ),
+    Fault(
+        name="abort-loses-what-was-delivered",
+        mechanism="a preempted request that is aborted gives back no tokens",
+        source="mechanism",
+        expected=("DEL",),
+        patches=(
+            Patch(
+                "preempt_engine.llm:LLM.abort_request",
+                'self._finish_branches(self.scheduler.next_step_id, builders, "abort")',
+                'self._finish_branches(self.scheduler.next_step_id, builders, "abort")\n'
+                "if request.num_preemptions and reached():\n"
+                "    builders[0].completion.token_ids.clear()",
+            ),
+        ),
+    ),
+    Fault(
+        name="neighbours-token-after-a-preemption",
+        mechanism="in the step after a preemption two requests get each other's token",
+        source="mechanism",
+        expected=("TOK", "KVSAN"),
+        patches=(
+            Patch(
+                "preempt_engine.llm:LLM._deliver",
+                "tokens = sample(logits, [sample_request for _, _, sample_request in wanted])",
+                "tokens = sample(logits, [sample_request for _, _, sample_request in wanted])\n"
+                "if len(tokens) > 1 and any(request.num_preemptions and"
+                " sequence.num_steps_since_admission == 1 and reached()"
+                " for request, sequence, _ in wanted):\n"
+                "    tokens = tokens[::-1]",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,79 @@
+"""Tensor parallelism: what only shows with more than one rank."""
+
+from __future__ import annotations
+
+from preempt_harness.faults.fault import Fault, Patch
+
+_SCHEDULE_TOKENS = "preempt_engine.scheduler:Scheduler._schedule_tokens"
+_STATE = "preempt_engine.worker.state:WorkerState"
+_TP = frozenset({"tensor_parallel"})
+
+FAULTS = (
+    Fault(
+        name="all-tokens-sent-every-step",
+        mechanism="the state sent to the workers holds all token ids in every decode step",
+        source="nano-vllm, first fix of pull request 103",
+        expected=("WORK",),
+        patches=(
+            Patch(
+                _SCHEDULE_TOKENS,
+                "not sequence.known_to_workers,\n"
+                "sequence.token_ids[sequence.num_sent_tokens :],\n"
+                "sequence.block_table[sequence.num_sent_blocks :],\n"
+                "sequence.num_stale_blocks,",
+                "True,\nlist(sequence.token_ids),\nlist(sequence.block_table),\n0,",
+            ),
+        ),
+        needs=_TP,
+    ),
+    Fault(
+        name="whole-table-sent-every-step",
+        mechanism="the whole block table is sent in every decode step",
+        source="mechanism",
+        expected=("WORK",),
+        patches=(
+            Patch(
+                _SCHEDULE_TOKENS,
+                "sequence.block_table[sequence.num_sent_blocks :],\nsequence.num_stale_blocks,",
+                "list(sequence.block_table),\n"
+                "sequence.num_stale_blocks + sequence.num_sent_blocks,",
+            ),
+        ),
+        needs=_TP,
+    ),
+    Fault(
+        name="second-rank-keeps-its-table",
+        mechanism="one rank of two does not take over the new block table of a resumed sequence",
+        source="mechanism",
+        expected=("KVSAN", "TOK", "ACC"),
+        patches=(
+            Patch(
+                "preempt_engine.worker.exact_runner:ExactRunner.execute",
+                "self.state.apply(step)",
+                "known = {key: list(item.block_table) for key, item in"
+                " self.state.sequences.items()}\n"
+                "self.state.apply(step)\n"
+                "for item in step.scheduled:\n"
+                "    if self.rank and item.reset and item.key in known and reached():\n"
+                "        table = self.state.sequences[item.key].block_table\n"
+                "        table[: len(known[item.key])] = known[item.key][: len(table)]",
+            ),
+        ),
+        needs=_TP,
+    ),
+    Fault(
+        name="second-rank-has-another-block-size",
+        mechanism="a spawned worker takes the default block size, not the engine's",
+        source="nano-vllm, block size as a process-global",
+        expected=("KVSAN", "CRASH", "TOK", "ACC"),
+        patches=(
+            Patch(
+                "preempt_engine.worker.exact_runner:ExactRunner._slots",
+                "size = self.state.block_size",
+                "size = 16 if self.rank and self.state.block_size != 16 and reached()"
+                " else self.state.block_size",
+            ),
+        ),
+        needs=_TP,
+    ),
+)

@@ -1,0 +1,197 @@
+"""Strategies find, shrinking keeps what was found, files bring it back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from preempt_harness.adapters.embedded import EmbeddedAdapter, EmbeddedSession
+from preempt_harness.adapters.embedded_pool import EnginePool
+from preempt_harness.adapters.protocol import EngineSettings
+from preempt_harness.explore import replay_file
+from preempt_harness.explore.exhaustive import Exhaustive, places
+from preempt_harness.explore.random_trials import random_trial
+from preempt_harness.explore.search import Failure, TrialRunner, search
+from preempt_harness.explore.shrink import shrink, size_of
+from preempt_harness.explore.strategy import (
+    STRATEGIES,
+    SearchTask,
+    UnknownStrategyError,
+    find_strategy,
+)
+from preempt_harness.explore.watchdog import watched
+from preempt_harness.faults import fault_named, plant
+from preempt_harness.record import AnyEvent
+from preempt_harness.replay import ReplayError
+from preempt_harness.trial import Trial
+
+DRAWING = [name for name in STRATEGIES if name != "replay"]
+FAULT = "worker-keeps-its-table-on-resume"
+
+
+def found(name: str = "random") -> Failure:
+    """A failure that a strategy finds."""
+    with plant(fault_named(FAULT)):
+        outcome = find_strategy(name).explore(
+            TrialRunner(EmbeddedAdapter()), SearchTask(max_trials=40)
+        )
+    assert outcome.failure is not None
+    return outcome.failure
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_a_strategy_finds_nothing_in_a_clean_engine(name: str) -> None:
+    runner = TrialRunner(EmbeddedAdapter())
+    outcome = find_strategy(name).explore(runner, SearchTask(max_trials=15))
+    assert outcome.failure is None
+    assert outcome.num_trials >= 10
+    assert outcome.num_preemptions >= 1
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_a_strategy_finds_a_fault_and_the_same_one_again(name: str) -> None:
+    failures = [found(name) for _ in range(2)]
+    assert failures[0].trial == failures[1].trial
+    assert failures[0].codes == failures[1].codes
+    assert any(code.startswith(("KVSAN", "TOK")) for code in failures[0].codes)
+
+
+def test_another_seed_gives_other_trials() -> None:
+    adapter = EmbeddedAdapter()
+    assert random_trial(0, adapter, model="exact") != random_trial(1, adapter, model="exact")
+
+
+def test_an_unknown_strategy_is_refused() -> None:
+    with pytest.raises(UnknownStrategyError, match="Choose one of random, swarm"):
+        find_strategy("luck")
+
+
+def test_a_search_keeps_its_limits() -> None:
+    runner = TrialRunner(EmbeddedAdapter())
+    trials = (random_trial(seed, runner.adapter, model="exact") for seed in itertools.count())
+    assert search(trials, runner, max_trials=2).num_trials == 2
+    assert search(trials, runner, max_cpu_s=0.0).num_trials == 0
+
+
+def test_exhaustive_covers_every_place_and_every_pair() -> None:
+    strategy = Exhaustive()
+    runner = TrialRunner(EmbeddedAdapter())
+    outcome = strategy.explore(runner, SearchTask())
+    assert outcome.failure is None
+    bound = strategy.bound
+    assert bound.max_preemptions == 2
+    assert outcome.num_trials == 1 + bound.num_single + bound.num_pairs
+    single = Exhaustive(max_preemptions=1)
+    plain = single.explore(runner, SearchTask())
+    assert single.bound.num_single == bound.num_single
+    assert plain.num_trials == 1 + bound.num_single
+    assert "up to 2 forced preemptions" in str(bound)
+
+
+def test_places_are_where_a_request_holds_blocks() -> None:
+    adapter = EmbeddedAdapter()
+    record = TrialRunner(adapter).judge(random_trial(0, adapter, model="exact")).record
+    arrived = {event.request for event in record.events if type(event).__name__ == "Arrived"}
+    found_places = places(record)
+    assert found_places == sorted(set(found_places))
+    assert {place.request for place in found_places} <= arrived
+
+
+def test_shrinking_keeps_the_finding_and_makes_it_small() -> None:
+    failure = found()
+    with plant(fault_named(FAULT)):
+        runner = TrialRunner(EmbeddedAdapter())
+        small = shrink(failure, runner)
+        again = shrink(failure, runner)
+        repeated = runner.failure(small.trial)
+    assert small.trial == again.trial
+    assert repeated is not None
+    assert repeated.codes == small.codes
+    assert failure.codes[0] in small.codes
+    assert size_of(small) <= size_of(failure)
+    assert size_of(small).requests <= 2
+    assert size_of(small).preemptions <= 2
+
+
+def test_shrinking_stops_at_its_limit() -> None:
+    failure = found()
+    with plant(fault_named(FAULT)):
+        assert shrink(failure, TrialRunner(EmbeddedAdapter()), max_trials=0) is failure
+
+
+def test_a_replay_file_brings_the_failure_back(tmp_path: Path) -> None:
+    failure = found()
+    path = tmp_path / "failure.json"
+    replay_file.write(failure, path)
+    content = replay_file.read(path)
+    assert content.trial == failure.trial
+    assert content.expected == failure.codes
+    assert content.command == f"preempt-harness replay {path}"
+    with plant(fault_named(FAULT)):
+        outcome = find_strategy("replay", paths=[path]).explore(
+            TrialRunner(EmbeddedAdapter()), SearchTask()
+        )
+    assert outcome.failure is not None
+    assert outcome.failure.codes == failure.codes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("not json", "is no JSON"),
+        ("[]", "format version None"),
+        ('{"preempt_replay": 0}', "format version 0; this release reads 1"),
+        ('{"preempt_replay": 1}', "damaged replay file"),
+    ],
+)
+def test_a_replay_file_that_cannot_be_read_is_refused_by_name(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "failure.json"
+    path.write_text(text)
+    with pytest.raises(ReplayError, match=message):
+        replay_file.read(path)
+    with pytest.raises(ReplayError, match="cannot be read"):
+        replay_file.read(tmp_path / "missing.json")
+
+
+class _Forever(EmbeddedSession):
+    def poll(self, timeout_s: float) -> Sequence[AnyEvent]:
+        while True:
+            pass
+
+
+def test_a_step_that_never_returns_is_a_hang() -> None:
+    class Adapter(EmbeddedAdapter):
+        def open(self, settings: EngineSettings) -> EmbeddedSession:
+            return _Forever(settings, EnginePool())
+
+    adapter = Adapter()
+    runner = TrialRunner(adapter, open_session=watched(adapter, cpu_s=0.1))
+    failure = runner.failure(_plain(random_trial(0, adapter, model="exact")))
+    assert failure is not None
+    assert "CRASH-HANG" in failure.codes
+
+
+def test_records_that_differ_are_flaky() -> None:
+    adapter = EmbeddedAdapter()
+    flip = itertools.cycle((False, True))
+
+    def open_session(settings: EngineSettings) -> EmbeddedSession:
+        changed = msgspec.structs.replace(settings, enable_prefix_caching=next(flip))
+        return adapter.open(changed)
+
+    trial = _plain(random_trial(0, adapter, model="exact"))
+    runner = TrialRunner(adapter, open_session=open_session, repeat=True)
+    failure = runner.failure(trial)
+    assert failure is not None
+    assert "FLAKY" in failure.codes
+    assert TrialRunner(adapter, repeat=True).failure(trial) is None
+
+
+def _plain(trial: Trial) -> Trial:
+    return msgspec.structs.replace(trial, plan="")
