@@ -87,6 +87,7 @@ class TrialRunner:
         # A new store each time: drawn trials hardly ever share a baseline, and would pile up.
         baselines = BaselineStore(self._run)
         record = self._run(trial)
+        digest = record.digest()  # of the run alone: what is added below is no part of it
         record.baseline = baselines.get(trial.settings, trial.workload, self.adapter)
         gather_scores(record, trial, self.adapter, self._open_session)
         result = TrialResult.judge(
@@ -95,7 +96,7 @@ class TrialRunner:
             admission=self.adapter.admission_model(trial.settings),
             expect_preemption=False,
         )
-        if self._repeat and self._run(trial).digest() != record.digest():
+        if self._repeat and self._run(trial).digest() != digest:
             result.verdict = Verdict.FLAKY
         return result
 

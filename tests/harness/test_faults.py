@@ -66,12 +66,8 @@ def test_a_changed_target_is_an_error() -> None:
     ):
         pass
     with (
-        pytest.raises(FaultTargetError, match="2 times, not once"),
-        plant(
-            made(
-                Patch(f"{QUEUE}.remove", "self._heap =", "pass"),
-            )
-        ),
+        pytest.raises(FaultTargetError, match="3 times, not once"),
+        plant(made(Patch(f"{QUEUE}.remove", "self._heap", "self._heap"))),
     ):
         pass
 

@@ -177,5 +177,6 @@ def assert_well_formed(workload: Workload, vocab_size: int) -> None:
         assert all(FIRST_ORDINARY_ID <= token < vocab_size for token in request.prompt_token_ids)
         assert 0 <= request.sampling.min_tokens <= request.sampling.max_tokens
     for operation in workload.operations:
-        assert operation.kind in ("abort", "reset_prefix_cache")
-        assert (operation.request in ids) == (operation.kind == "abort")
+        kinds = ("abort", "reset_prefix_cache", "reset_running_requests", "set_priority")
+        assert operation.kind in kinds
+        assert (operation.request in ids) == (operation.kind in ("abort", "set_priority"))
