@@ -21,7 +21,7 @@ SEEDS = (0, 1, 2, 3, 4, 348, 893, 605, 80, 33, 119, 130, 153, 286, 313, 621)
 def test_mixture(preempt: PreemptHarness, seed: int) -> None:
     drawn = random_trial(seed, preempt.adapter, model=preempt.settings().model)
     result = preempt.run(
-        _without_forced_resets(drawn.workload),
+        _with_plain_operations(drawn.workload),
         drawn.settings.num_blocks,
         drawn.plan,
         expect_preemption=False,
@@ -47,7 +47,8 @@ def _changes(settings: EngineSettings) -> dict[str, object]:
     }
 
 
-def _without_forced_resets(workload: Workload) -> Workload:
-    """A reset that preempts would preempt the baseline as well; `test_state` has those."""
-    kept = [item for item in workload.operations if item.kind != "reset_running_requests"]
+def _with_plain_operations(workload: Workload) -> Workload:
+    """A reset that preempts would preempt the baseline as well, and a priority may be changed only
+    under that policy; `test_state` and `test_priority` have those."""
+    kept = [item for item in workload.operations if item.kind in ("abort", "reset_prefix_cache")]
     return msgspec.structs.replace(workload, operations=kept)
