@@ -153,7 +153,6 @@ class _Taking:
 
     victims: dict[str, bool] = field(default_factory=dict)  # request -> it needed a block itself
     takers: set[str] = field(default_factory=set)
-    branched: bool = False  # one of those who needed blocks has several sequences
 
 
 def check_vain(record: TrialRecord) -> CheckResult:
@@ -161,8 +160,8 @@ def check_vain(record: TrialRecord) -> CheckResult:
 
     A request that needs a block and is the least urgent itself is its own victim; nobody gains.
     Blocks that are swapped out may be withheld until they are copied, so that they are had in the
-    next step. One that needs blocks for several branches may find that those of all less urgent
-    ones are not enough, and go itself; the log does not tell whether that could be foreseen.
+    next step. What several branches of one victim needed, copies of shared blocks included, the log
+    does not tell; such a victim is taken to have needed a block.
     """
     listing = Listing()
     tables = SchedulerTables()
@@ -179,9 +178,8 @@ def check_vain(record: TrialRecord) -> CheckResult:
             lease = tables.leases.get(f"{event.request}.0")
             room = len(lease.blocks) * record.header.block_size if lease is not None else 0
             taking = steps.setdefault(event.step, _Taking())
-            taking.victims[event.request] = event.num_tokens > room
-            if sum(request_of(seq) == event.request for seq in tables.leases) > 1:
-                taking.branched |= taking.victims[event.request]
+            branches = sum(request_of(seq) == event.request for seq in tables.leases)
+            taking.victims[event.request] = branches > 1 or event.num_tokens > room
             if event.mode == "swap":
                 swapping.add(event.step)
         elif isinstance(event, BlocksFreed):
@@ -189,7 +187,7 @@ def check_vain(record: TrialRecord) -> CheckResult:
         elif isinstance(event, Forked):
             tables.fork(event)
     for step, taking in steps.items():
-        if taking.branched or taking.takers - taking.victims.keys():
+        if taking.takers - taking.victims.keys():
             continue
         for request, needed in taking.victims.items():
             if not needed:
@@ -225,6 +223,7 @@ class _Bytes:
         self.listing = Listing()
         self._known: Counter[str] = Counter()
         self._admitted: set[str] = set()
+        self._new_blocks: Counter[str] = Counter()  # granted, and told when it is scheduled
         self._untold: set[str] = set()  # dropped or forked since the last message
         self._messages: dict[int, _Message] = {}
         self._sent: dict[int, list[StepSent]] = {}
@@ -237,14 +236,16 @@ class _Bytes:
         elif isinstance(event, TokensDelivered):
             self._known[event.seq] += len(event.token_ids)
         elif isinstance(event, BlocksAllocated):
-            message.num_ids += len(event.blocks)
-            message.names.add(event.seq)
-            message.steady = False
+            self._new_blocks[event.seq] += len(event.blocks)
         elif isinstance(event, BlocksFreed):
             self._untold.add(event.seq)
             self._admitted.discard(event.seq)
+            self._new_blocks.pop(event.seq, None)
         elif isinstance(event, Forked):
             self._untold.add(event.child)
+        elif isinstance(event, Preempted):
+            # One that was swapped out may lose its host blocks, and no event says so.
+            self._untold |= {seq for seq in self._known if request_of(seq) == event.request}
         elif isinstance(event, Scheduled):
             self._schedule(event, message)
         elif isinstance(event, BlocksPoisoned):
@@ -268,7 +269,9 @@ class _Bytes:
         num_tokens = event.end - event.start
         message.names.add(event.seq)
         message.num_scheduled += 1
-        message.steady &= num_tokens == 1
+        num_blocks = self._new_blocks.pop(event.seq, 0)
+        message.num_ids += num_blocks
+        message.steady &= num_tokens == 1 and not num_blocks
         if event.seq not in self._admitted:
             self._admitted.add(event.seq)
             message.num_ids += max(self._known[event.seq], event.end)
