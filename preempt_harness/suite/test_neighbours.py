@@ -149,8 +149,8 @@ def test_a_prompt_that_begins_with_a_later_block_of_another(preempt: PreemptHarn
     text = preempt.prompts.take(4 * block)
     workload = together(
         request(preempt, "r0", text, 5 * block),
-        request(preempt, "r1", text[block:] + [text[0]], 5 * block, arrival_step=3),
-        request(preempt, "r2", text[2 * block :] + [text[0]], 5 * block, arrival_step=5),
+        request(preempt, "r1", [*text[block:], text[0]], 5 * block, arrival_step=3),
+        request(preempt, "r2", [*text[2 * block :], text[0]], 5 * block, arrival_step=5),
     )
     result = preempt.run(workload, "tight", block_size=block, baseline="solo")
     result.assert_preempted()
