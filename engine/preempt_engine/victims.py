@@ -28,7 +28,8 @@ def evictions_suffice(
     """Whether evicting all that are less urgent leaves so many blocks for a running request.
 
     A request of several sequences may need more than they can give up; to evict them, and it after
-    them, would be in vain.
+    them, would be in vain. Blocks that are withheld for this step do not count: with them, fewer
+    may have to go.
 
     Args:
         request: one of `running`.
@@ -41,7 +42,7 @@ def evictions_suffice(
         if other is request:
             break
         freed.add(other)
-    return num_blocks <= freed.num_available_blocks + len(blocks.fenced_blocks)
+    return num_blocks <= freed.num_available_blocks
 
 
 class ForcedPreemption(NamedTuple):

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from preempt_harness.checks._accounting_counters import Tally
 from preempt_harness.checks.delivery import workload_of
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.tables import SchedulerTables, num_blocks_for
 from preempt_harness.record import (
+    Aborted,
     Arrived,
     BlocksAllocated,
     BlocksCopied,
@@ -159,8 +161,8 @@ def check_vain(record: TrialRecord) -> CheckResult:
     """A victim of a lack of blocks makes room: somebody gets blocks in the same step.
 
     A request that needs a block and is the least urgent itself is its own victim; nobody gains.
-    Blocks that are swapped out may be withheld until they are copied, so that they are had in the
-    next step. What several branches of one victim needed, copies of shared blocks included, the log
+    Where blocks are swapped out, freed ones may be withheld until they are copied, so that they are
+    had in the next step, unless the plan or the user takes that request away before. What several branches of one victim needed, copies of shared blocks included, the log
     does not tell; such a victim is taken to have needed a block.
     """
     listing = Listing()
@@ -174,14 +176,18 @@ def check_vain(record: TrialRecord) -> CheckResult:
             takers.add(request_of(event.seq))
             if event.step - 1 in swapping:
                 steps[event.step - 1].takers.add(request_of(event.seq))
-        elif isinstance(event, Preempted) and event.reason != "forced":
+        elif isinstance(event, SwappedOut):
+            steps.setdefault(event.step, _Taking())
+            swapping.add(event.step)
+        elif _takes_away(event):
+            if event.step - 1 in swapping:
+                steps[event.step - 1].takers.add(event.request)
+        elif isinstance(event, Preempted):
             lease = tables.leases.get(f"{event.request}.0")
             room = len(lease.blocks) * record.header.block_size if lease is not None else 0
             taking = steps.setdefault(event.step, _Taking())
             branches = sum(request_of(seq) == event.request for seq in tables.leases)
             taking.victims[event.request] = branches > 1 or event.num_tokens > room
-            if event.mode == "swap":
-                swapping.add(event.step)
         elif isinstance(event, BlocksFreed):
             tables.free(event)
         elif isinstance(event, Forked):
@@ -198,6 +204,13 @@ def check_vain(record: TrialRecord) -> CheckResult:
                     request=request,
                 )
     return listing.result("work", "victims")
+
+
+def _takes_away(event: Event) -> TypeGuard[Preempted | Aborted | PlanApplied]:
+    """Whether a request that was to get blocks may not need them, or not find them, any more."""
+    if isinstance(event, PlanApplied):
+        return event.action.startswith("squeeze")
+    return isinstance(event, Aborted) or (isinstance(event, Preempted) and event.reason == "forced")
 
 
 def check_bytes(record: TrialRecord) -> CheckResult:
