@@ -162,8 +162,9 @@ def check_vain(record: TrialRecord) -> CheckResult:
 
     A request that needs a block and is the least urgent itself is its own victim; nobody gains.
     Where blocks are swapped out, freed ones may be withheld until they are copied, so that they are
-    had in the next step, unless the plan or the user takes that request away before. What several branches of one victim needed, copies of shared blocks included, the log
-    does not tell; such a victim is taken to have needed a block.
+    had in the next step, unless the plan or the user takes that request away before. What several
+    branches of one victim needed, copies of shared blocks included, the log does not tell; such a
+    victim is taken to have needed a block.
     """
     listing = Listing()
     tables = SchedulerTables()
