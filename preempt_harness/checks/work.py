@@ -38,6 +38,7 @@ from preempt_harness.record import (
     StepSent,
     SwappedIn,
     SwappedOut,
+    TokensChosen,
     TokensDelivered,
     TrialRecord,
 )
@@ -86,8 +87,11 @@ def _computed_again(record: TrialRecord) -> tuple[Counter[str], Counter[str]]:
     for event in record.events:
         if isinstance(event, Arrived):
             known[f"{event.request}.0"] = len(event.prompt_token_ids)
-        elif isinstance(event, TokensDelivered):
+        elif isinstance(event, TokensDelivered | TokensChosen):
             known[event.seq] += len(event.token_ids)
+        elif isinstance(event, Forked):
+            known[event.child] = known[event.parent]
+            settled[event.child] = settled[event.parent]
         elif isinstance(event, Preempted) and event.mode != "swap":
             for seq, count in settled.items():
                 if request_of(seq) == event.request:
@@ -247,7 +251,7 @@ class _Bytes:
         message = self._messages.setdefault(event.step, _Message())
         if isinstance(event, Arrived):
             self._known[f"{event.request}.0"] = len(event.prompt_token_ids)
-        elif isinstance(event, TokensDelivered):
+        elif isinstance(event, TokensDelivered | TokensChosen):
             self._known[event.seq] += len(event.token_ids)
         elif isinstance(event, BlocksAllocated):
             self._new_blocks[event.seq] += len(event.blocks)
@@ -256,6 +260,7 @@ class _Bytes:
             self._admitted.discard(event.seq)
             self._new_blocks.pop(event.seq, None)
         elif isinstance(event, Forked):
+            self._known[event.child] = self._known[event.parent]
             self._untold.add(event.child)
         elif isinstance(event, Preempted):
             # One that was swapped out may lose its host blocks, and no event says so.
