@@ -2,11 +2,11 @@
 
 A step's message may grow with what is new in it, never with the context. Bound, in bytes:
 
-    64 + sum over sequences named (32 + len(name)) + 5 * ids
+    64 + sum over sequences named (48 + len(name)) + 5 * ids
 
 ids are token ids and block ids that the worker does not have yet: all of a sequence's when it is
 admitted, otherwise one per scheduled token and one per new block; and pairs of ids to copy. 64 is
-the frame, 32 the flags and up to five numbers of a sequence, 5 the longest msgpack form of a 32-bit
+the frame, 48 the flags and up to five numbers of a sequence, 5 the longest msgpack form of a 32-bit
 number. Because short contexts hide in that bound, messages with equal work are compared as well:
 between steps of one rank that schedule the same number of sequences, one token each, and nothing
 new, only the width of three numbers per sequence (1 to 5 bytes each) may change.
@@ -230,7 +230,8 @@ def check_bytes(record: TrialRecord) -> CheckResult:
 class _Message:
     """What one step has to tell a worker."""
 
-    names: set[str] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)  # scheduled
+    news: set[str] = field(default_factory=set)  # dropped or forked; may be scheduled as well
     num_scheduled: int = 0
     num_ids: int = 0
     steady: bool = True  # one token per sequence, nothing admitted, dropped, granted or copied
@@ -276,7 +277,7 @@ class _Bytes:
         elif isinstance(event, StepSent):
             self._sent.setdefault(event.step, []).append(event)
             if self._untold:
-                message.names |= self._untold
+                message.news |= self._untold
                 message.steady = False
                 self._untold = set()
         elif isinstance(event, StepDone):
@@ -301,7 +302,7 @@ class _Bytes:
     def _judge(self, sent: StepSent, message: _Message) -> None:
         self.listing.count("messages judged")
         self.listing.count("bytes", sent.num_bytes)
-        names = sum(SEQUENCE_BYTES + len(name) for name in message.names)
+        names = sum(SEQUENCE_BYTES + len(name) for name in [*message.names, *message.news])
         bound = FRAME_BYTES + names + ID_BYTES * message.num_ids
         if sent.num_bytes > bound:
             self.listing.report(
