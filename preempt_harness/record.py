@@ -24,8 +24,11 @@ def _snake_case(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-class Event(msgspec.Struct, frozen=True, tag_field="event", tag=_snake_case):
-    """Base of all events. `step` is the step during, or before, which it happened."""
+class Event(msgspec.Struct, frozen=True, gc=False, tag_field="event", tag=_snake_case):
+    """Base of all events. `step` is the step during, or before, which it happened.
+
+    Plain data without cycles, so the garbage collector need not look at them.
+    """
 
     step: int
 

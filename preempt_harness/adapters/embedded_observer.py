@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from preempt_engine.observer import EngineObserver, PoolView
@@ -52,8 +53,8 @@ class RecordingObserver(EngineObserver):
     def __init__(self, pool_every: int) -> None:
         self._pool_every = pool_every
         self._events: list[AnyEvent] = []
-        self._tables: dict[tuple[int, SequenceKey], list[int]] = {}
-        self._names: dict[SequenceKey, str] = {}
+        self._tables: defaultdict[int, dict[str, list[int]]] = defaultdict(dict)
+        self._names = _Names()
         self._pool_changed = False
         self.sink: Callable[[list[AnyEvent]], None] | None = None
 
@@ -74,7 +75,7 @@ class RecordingObserver(EngineObserver):
                 held=state.held,
                 fenced=state.fenced,
                 ref_counts=state.ref_counts,
-                tables={self._name(key): table for key, table in state.tables.items()},
+                tables={self._names[key]: table for key, table in state.tables.items()},
                 waiting=state.waiting,
                 running=state.running,
                 num_host_blocks=state.num_host_blocks,
@@ -84,12 +85,6 @@ class RecordingObserver(EngineObserver):
             )
         )
         self._events.append(record.Counters(step=step_id, values=state.counters))
-
-    def _name(self, key: SequenceKey) -> str:
-        name = self._names.get(key)
-        if name is None:
-            name = self._names[key] = str(key)
-        return name
 
     # Scheduler's view ---------------------------------------------------------------------------
 
@@ -117,22 +112,20 @@ class RecordingObserver(EngineObserver):
         )
 
     def scheduled(self, step_id: int, key: SequenceKey, start: int, end: int) -> None:
-        self._events.append(
-            record.Scheduled(step=step_id, seq=self._name(key), start=start, end=end)
-        )
+        self._events.append(record.Scheduled(step_id, self._names[key], start, end))
 
     def blocks_allocated(
         self, step_id: int, key: SequenceKey, block_ids: Sequence[int], num_cached: int
     ) -> None:
         self._events.append(
             record.BlocksAllocated(
-                step=step_id, seq=self._name(key), blocks=list(block_ids), num_cached=num_cached
+                step=step_id, seq=self._names[key], blocks=list(block_ids), num_cached=num_cached
             )
         )
 
     def blocks_freed(self, step_id: int, key: SequenceKey, block_ids: Sequence[int]) -> None:
         self._events.append(
-            record.BlocksFreed(step=step_id, seq=self._name(key), blocks=list(block_ids))
+            record.BlocksFreed(step=step_id, seq=self._names[key], blocks=list(block_ids))
         )
 
     def blocks_copied(self, step_id: int, pairs: Sequence[tuple[int, int]]) -> None:
@@ -140,12 +133,12 @@ class RecordingObserver(EngineObserver):
 
     def forked(self, step_id: int, parent: SequenceKey, child: SequenceKey) -> None:
         self._events.append(
-            record.Forked(step=step_id, parent=self._name(parent), child=self._name(child))
+            record.Forked(step=step_id, parent=self._names[parent], child=self._names[child])
         )
 
     def tokens_chosen(self, step_id: int, key: SequenceKey, token_ids: Sequence[int]) -> None:
         self._events.append(
-            record.TokensChosen(step=step_id, seq=self._name(key), token_ids=list(token_ids))
+            record.TokensChosen(step=step_id, seq=self._names[key], token_ids=list(token_ids))
         )
 
     def swapped_out(self, step_id: int, request_id: str, pairs: Sequence[tuple[int, int]]) -> None:
@@ -229,21 +222,26 @@ class RecordingObserver(EngineObserver):
         block_table: Sequence[int],
         read_len: int,
     ) -> None:
-        table = list(block_table)
-        before = self._tables.get((rank, key), [])
-        self._tables[rank, key] = table
-        keep = _common_length(before, table)
+        seq = self._names[key]
+        tables = self._tables[rank]
+        before = tables.get(seq, [])
+        if before == block_table:
+            keep, new = len(before), []
+        else:
+            table = tables[seq] = list(block_table)
+            keep = _common_length(before, table)
+            new = table[keep:]
         self._events.append(
             record.Computed(
-                step=step_id,
-                rank=rank,
-                seq=self._name(key),
-                start=start,
-                token_ids=list(token_ids),
-                written_slots=list(written_slots),
-                table_keep=keep,
-                table_new=table[keep:],
-                read_len=read_len,
+                step_id,
+                rank,
+                seq,
+                start,
+                list(token_ids),
+                list(written_slots),
+                keep,
+                new,
+                read_len,
             )
         )
 
@@ -274,13 +272,21 @@ class RecordingObserver(EngineObserver):
     ) -> None:
         self._events.append(
             record.TokensDelivered(
-                step=step_id,
-                seq=self._name(key),
-                token_ids=list(token_ids),
-                logprobs=None if logprobs is None else list(logprobs),
-                text=text,
+                step_id,
+                self._names[key],
+                list(token_ids),
+                None if logprobs is None else list(logprobs),
+                text,
             )
         )
+
+
+class _Names(dict[SequenceKey, str]):
+    """Sequence -> its name in the record."""
+
+    def __missing__(self, key: SequenceKey) -> str:
+        name = self[key] = str(key)
+        return name
 
 
 def _common_length(before: list[int], after: list[int]) -> int:

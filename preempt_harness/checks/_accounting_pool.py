@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterable
 
 from preempt_harness.checks.finding import CheckResult, Code, Listing
 from preempt_harness.checks.tables import SchedulerTables
+from preempt_harness.checks.trace import Trace
 from preempt_harness.record import (
     Aborted,
     Arrived,
@@ -16,21 +18,20 @@ from preempt_harness.record import (
     Forked,
     PoolCounts,
     PoolState,
-    TrialRecord,
 )
 
-_TABLE_EVENTS = {"BlocksAllocated", "BlocksFreed"}
-_QUEUE_EVENTS = {"Arrived", "Finished", "Aborted"}
+_TABLE_EVENTS = (BlocksAllocated, BlocksFreed, Forked)
+_QUEUE_EVENTS = (Arrived, Finished, Aborted)
 
 
-def check_pool_counts(record: TrialRecord) -> CheckResult:
+def check_pool_counts(trace: Trace) -> CheckResult:
     """free + cached + used + held + fenced = num_blocks, and used is what the tables name."""
     listing = Listing()
-    tables = _tables(record)
-    for event in record.events:
-        if tables is not None:
-            _follow(tables, event)
+    tables = _tables(trace)
+    for event in trace.of(PoolCounts, *_TABLE_EVENTS):
         if not isinstance(event, PoolCounts):
+            if tables is not None:
+                _follow(tables, event)
             continue
         listing.count("pool counts judged")
         parts = (event.free, event.cached, event.used, event.held, event.fenced)
@@ -54,59 +55,74 @@ def check_pool_counts(record: TrialRecord) -> CheckResult:
     return listing.result("accounting", "pool counts")
 
 
-def check_pool_state(record: TrialRecord) -> CheckResult:
+def check_pool_state(trace: Trace) -> CheckResult:
     """Raw lists, references, tables and queues; nothing is left at the end."""
     listing = Listing()
-    tables = _tables(record)
-    queues_observed = set(record.header.observed) >= _QUEUE_EVENTS
+    tables = _tables(trace)
+    queues_observed = trace.sees("Arrived", "Finished", "Aborted")
     live: dict[str, None] = {}
     last: PoolState | None = None
-    for event in record.events:
-        if tables is not None:
-            _follow(tables, event)
-        if isinstance(event, Arrived):
-            live[event.request] = None
-        elif isinstance(event, Finished | Aborted):
-            live.pop(event.request, None)
-        elif isinstance(event, PoolState):
+    for event in trace.of(PoolState, *_TABLE_EVENTS, *_QUEUE_EVENTS):
+        if isinstance(event, PoolState):
             listing.count("pool states judged")
             last = event
             _judge_lists(event, listing)
-            _judge_references(event, listing)
-            if tables is not None:
+            if tables is None:
+                _judge_references(event, listing)
+            elif not _is_as_announced(event, tables):
+                _judge_references(event, listing)
                 _judge_tables(event, tables, listing)
             if queues_observed:
                 _judge_queues(event, live, listing)
-    crashed = any(isinstance(event, EngineError) for event in record.events)
+        elif isinstance(event, Arrived):
+            live[event.request] = None
+        elif isinstance(event, (Finished, Aborted)):
+            live.pop(event.request, None)
+        elif tables is not None:
+            _follow(tables, event)
+    crashed = trace.has(EngineError)
     if last is not None and queues_observed and not live and not crashed:
         _judge_end(last, listing)
     return listing.result("accounting", "pool state")
 
 
-def _tables(record: TrialRecord) -> SchedulerTables | None:
-    return SchedulerTables() if set(record.header.observed) >= _TABLE_EVENTS else None
+def _tables(trace: Trace) -> SchedulerTables | None:
+    return SchedulerTables() if trace.sees("BlocksAllocated", "BlocksFreed") else None
 
 
-def _follow(tables: SchedulerTables, event: object) -> None:
+def _follow(tables: SchedulerTables, event: BlocksAllocated | BlocksFreed | Forked) -> None:
     if isinstance(event, BlocksAllocated):
         tables.allocate(event)
     elif isinstance(event, BlocksFreed):
         tables.free(event)
-    elif isinstance(event, Forked):
+    else:
         tables.fork(event)
+
+
+def _is_as_announced(state: PoolState, tables: SchedulerTables) -> bool:
+    """Raw tables are those that the harness rebuilt, and raw references those that they add up to.
+
+    Whole dictionaries are compared, which costs a fraction of the search for what differs.
+    """
+    announced = {seq: lease.blocks for seq, lease in tables.leases.items()}
+    return (
+        state.tables == announced
+        and state.ref_counts == tables.refs
+        and tables.num_references == sum(map(len, announced.values()))
+    )
 
 
 def _judge_lists(state: PoolState, listing: Listing) -> None:
     """Every block id stands in exactly one of the lists, or is referenced; host blocks too."""
-    lists = {
+    lists: dict[str, Collection[int]] = {
         "free": state.free,
         "cached": state.cached,
         "held": state.held,
         "fenced": state.fenced,
-        "referenced": list(state.ref_counts),
+        "referenced": state.ref_counts,
     }
     _judge_places("block", lists, state.num_blocks, state.step, listing)
-    host = {
+    host: dict[str, Collection[int]] = {
         "free": state.host_free,
         "fenced": state.host_fenced,
         "in use": [block for blocks in state.host_blocks.values() for block in blocks],
@@ -115,8 +131,10 @@ def _judge_lists(state: PoolState, listing: Listing) -> None:
 
 
 def _judge_places(
-    noun: str, lists: dict[str, list[int]], num_blocks: int, step: int, listing: Listing
+    noun: str, lists: dict[str, Collection[int]], num_blocks: int, step: int, listing: Listing
 ) -> None:
+    if _is_partition(list(lists.values()), num_blocks):
+        return
     places: dict[int, list[str]] = {}
     for name, blocks in lists.items():
         for block in blocks:
@@ -133,6 +151,16 @@ def _judge_places(
         else:
             continue
         listing.report(Code.ACC_POOL_LISTS, step, what, once=(noun, block), block=block)
+
+
+def _is_partition(lists: Iterable[Collection[int]], num_blocks: int) -> bool:
+    """Whether 0, 1, ..., num_blocks - 1 stand in these lists, each once."""
+    if sum(map(len, lists)) != num_blocks:
+        return False
+    blocks = set().union(*lists)
+    if len(blocks) != num_blocks:
+        return False
+    return not blocks or (min(blocks) == 0 and max(blocks) == num_blocks - 1)
 
 
 def _judge_references(state: PoolState, listing: Listing) -> None:

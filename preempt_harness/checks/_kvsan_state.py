@@ -113,6 +113,10 @@ class BlockIndex:
         self._entries.setdefault(block, {})[reader.seq, index] = reader
         return not before
 
+    def num_entries(self, block: int) -> int:
+        """How many table entries name the block."""
+        return len(self._entries.get(block, ()))
+
     def remove(self, reader: Reader, start: int) -> None:
         """Take out the reader's entries from `start` on."""
         if not reader.indexed:

@@ -9,10 +9,16 @@ copied to, swapped or poisoned, its table entry changes, or its own token turns 
 each of these marks what must be read again. The cost of a step is in proportion to the tokens
 scheduled, the table entries changed and the blocks invalidated, whatever the context's length.
 `full` reads every position of every row instead, and is the reference for the incremental way.
+
+Most rows are of one token and as they should be: the sequence's own token, into its own slot, after
+the content that its own history leads to. Incrementally, such a row is recognised by a handful of
+comparisons (`_write_expected`), and so is a read that only its own write can have changed; whatever
+is not like that takes the long way, which names what is wrong.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from preempt_harness.checks._kvsan_state import (
@@ -25,7 +31,8 @@ from preempt_harness.checks.chain import UNWRITTEN, extend, root
 from preempt_harness.checks.finding import Code
 from preempt_harness.checks.own_tokens import OwnTokens
 from preempt_harness.checks.shadow import Shadow, Write
-from preempt_harness.checks.tables import SHARED, SchedulerTables, num_blocks_for
+from preempt_harness.checks.tables import SHARED, Lease, num_blocks_for
+from preempt_harness.checks.trace import ComputedRows
 from preempt_harness.record import Computed
 
 
@@ -47,14 +54,16 @@ class RankSanitizer:
 
     # What happens to sequences ----------------------------------------------------------------
 
-    def deliver(self, seq: str, token_ids: Sequence[int]) -> None:
+    def deliver(self, seqs: Iterable[str], token_ids: Iterable[Sequence[int]]) -> None:
         """Real tokens arrived; provisional ones that were others must not be read any more."""
-        reader = self._readers.get(seq)
-        if reader is None:
-            return
-        changed = reader.tokens.deliver(token_ids)
-        if changed is not None:
-            reader.verified = min(reader.verified, changed)
+        readers = self._readers
+        for seq, own_ids in zip(seqs, token_ids, strict=True):
+            reader = readers.get(seq)
+            if reader is None:
+                continue
+            changed = reader.tokens.deliver(own_ids)
+            if changed is not None:
+                reader.verified = min(reader.verified, changed)
 
     def lose_blocks(self, seq: str, keeps_contents: bool = False) -> None:
         """The sequence gave up its blocks; whatever it reads next is to be verified from 0.
@@ -94,15 +103,19 @@ class RankSanitizer:
 
     # A step -------------------------------------------------------------------------------------
 
-    def compute(self, rows: Sequence[Computed], tick: int) -> None:
+    def compute(self, rows: ComputedRows, tick: int) -> None:
         """All rows of one step."""
-        readers = [self._take_table(row) for row in rows]
-        writes = [Write(row.seq, row.step, tick) for row in rows]
+        readers = self._take_tables(rows)
+        writes = [Write(seq, rows.step, tick) for seq in rows.seqs]
         for index in self._write_order(rows, readers):
-            self._write(rows[index], readers[index], writes[index])
-        for row, reader, write in zip(rows, readers, writes, strict=True):
-            self._read(row, reader)
-            write.tainted = reader.corrupt
+            row, reader, write = rows.rows[index], readers[index], writes[index]
+            if self._context.full or not self._write_expected(row, reader, write):
+                self._write(row, reader, write)
+        for row, reader, write in zip(rows.rows, readers, writes, strict=True):
+            if self._context.full or not self._read_expected(row, reader):
+                self._read(row, reader)
+            if reader.corrupt:
+                write.tainted = True
 
     def _reader(self, seq: str) -> Reader:
         reader = self._readers.get(seq)
@@ -113,22 +126,35 @@ class RankSanitizer:
 
     # Phase 1 --------------------------------------------------------------------------------------
 
-    def _take_table(self, row: Computed) -> Reader:
-        reader = self._reader(row.seq)
+    def _take_tables(self, rows: ComputedRows) -> list[Reader]:
+        tables, size = self._context.tables, self._context.block_size
+        readers = [self._readers.get(seq) or self._reader(seq) for seq in rows.seqs]
+        leases = None if tables is None else tables.leases_at(rows.step, rows.seqs)
+        for index, (row, reader) in enumerate(zip(rows.rows, readers, strict=True)):
+            if row.table_new or row.table_keep < len(reader.table) or not reader.indexed:
+                self._change_table(row, reader)
+            if leases is None:
+                continue
+            needed = -(-rows.ends[index] // size)
+            if leases[index] is not reader.lease or needed > reader.owned or self._context.full:
+                self._check_lease(row, reader, leases[index])
+            else:
+                reader.owned = needed
+        return readers
+
+    def _change_table(self, row: Computed, reader: Reader) -> None:
         keep = min(row.table_keep, len(reader.table))
         if not reader.indexed:
             reader.table = reader.table[:keep] + row.table_new
             reader.indices = {}
             reader.indexed = True
             self._add_to_index(reader, 0, row.step)
-        elif keep < len(reader.table) or row.table_new:
+        else:
             self._index.remove(reader, keep)
-            reader.table = reader.table[:keep] + row.table_new
+            reader.table[keep:] = row.table_new
             reader.verified = min(reader.verified, keep * self._context.block_size)
             reader.owned = min(reader.owned, keep)
             self._add_to_index(reader, keep, row.step)
-        self._check_lease(row, reader)
-        return reader
 
     def _add_to_index(self, reader: Reader, start: int, step: int) -> None:
         for index in range(start, len(reader.table)):
@@ -153,12 +179,8 @@ class RankSanitizer:
                     position=index * self._context.block_size,
                 )
 
-    def _check_lease(self, row: Computed, reader: Reader) -> None:
+    def _check_lease(self, row: Computed, reader: Reader, lease: Lease | None) -> None:
         """Every block that the row touches must be the sequence's by the scheduler's account."""
-        tables = self._context.tables
-        if tables is None:
-            return
-        lease = tables.lease_at(row.step, row.seq)
         if reader.computed is None:
             first = lease.num_cached * self._context.block_size if lease is not None else row.start
             reader.computed = first
@@ -171,14 +193,15 @@ class RankSanitizer:
             self._num_operations += 1
             block = reader.table[index]
             if lease is None or block not in lease.born:
-                self._report_foreign_block(row, reader, index, block, tables)
+                self._report_foreign_block(row, reader, index, block)
                 break
         reader.owned = needed
 
     def _report_foreign_block(
-        self, row: Computed, reader: Reader, index: int, block: int, tables: SchedulerTables
+        self, row: Computed, reader: Reader, index: int, block: int
     ) -> None:
-        holders = tables.holders(block)
+        assert self._context.tables is not None
+        holders = self._context.tables.holders(block)
         owner = f"{', '.join(holders)} holds it" if holders else "nobody holds it"
         position = index * self._context.block_size
         self._report(
@@ -193,29 +216,69 @@ class RankSanitizer:
 
     # Phase 2 --------------------------------------------------------------------------------------
 
-    def _write_order(self, rows: Sequence[Computed], readers: Sequence[Reader]) -> list[int]:
+    def _write_order(self, rows: ComputedRows, readers: Sequence[Reader]) -> Iterable[int]:
         """Rows such that a row comes after the one that writes what it continues from.
 
         A row continues from position start - 1; when that slot is written in the same step by
         another row (a prefix hit on a block that is being filled), that row writes first.
         """
-        writers = {slot: index for index, row in enumerate(rows) for slot in row.written_slots}
+        writers = {
+            slot: index for index, row in enumerate(rows.rows) for slot in row.written_slots
+        }
+        before = [
+            self._slot_of(reader, start - 1)
+            for reader, start in zip(readers, rows.starts, strict=True)
+        ]
+        if writers.keys().isdisjoint(before):
+            return range(len(before))
         order: dict[int, None] = {}
-        for index in range(len(rows)):
+        for index in range(len(before)):
             path: list[int] = []
             current: int | None = index
             while current is not None and current not in order and current not in path:
                 path.append(current)
-                before = self._slot_of(readers[current], rows[current].start - 1)
-                current = writers.get(before) if before is not None else None
+                slot = before[current]
+                current = writers.get(slot) if slot is not None else None
             order.update(dict.fromkeys(reversed(path)))
-        return list(order)
+        return order
 
     def _slot_of(self, reader: Reader, position: int) -> int | None:
         index, offset = divmod(position, self._context.block_size)
         if not 0 <= index < len(reader.table):
             return None
         return reader.table[index] * self._context.block_size + offset
+
+    def _write_expected(self, row: Computed, reader: Reader, write: Write) -> bool:
+        """Apply the write of one token if all of it is as it should be; returns whether."""
+        context, own, position = self._context, reader.tokens, row.start
+        if position >= len(own.ids) or row.token_ids != own.ids[position : position + 1]:
+            return False
+        size = context.block_size
+        index, offset = position // size, position % size
+        if index >= len(reader.table):
+            return False
+        block = reader.table[index]
+        if not 0 <= block < context.num_blocks or row.written_slots != [block * size + offset]:
+            return False
+        if context.tables is not None and context.tables.refs.get(block, 0) > 1:
+            return False
+        if not 0 <= own.ids[position] < (context.vocab_size or math.inf):
+            return False
+        slots = self._shadow.slots(block)
+        if offset:
+            continues = slots.values[offset - 1] == own.values[position - 1]
+        else:
+            continues = self._continued_from(row, reader) == own.value_before(position)
+        if not continues:
+            return False
+        self._num_operations += 1
+        slots.values[offset] = own.values[position]
+        slots.writes[offset] = write
+        if reader.verified > position:
+            reader.verified = position
+        if self._index.num_entries(block) > 1:
+            self._index.mark((block,), but=reader)
+        return True
 
     def _write(self, row: Computed, reader: Reader, write: Write) -> None:
         context = self._context
@@ -328,6 +391,27 @@ class RankSanitizer:
         self._context.spoiled.add(block)
 
     # Phase 3 --------------------------------------------------------------------------------------
+
+    def _read_expected(self, row: Computed, reader: Reader) -> bool:
+        """Judge a read of which only the last position is new; False leaves it to `_read`."""
+        own, position = reader.tokens, row.start
+        end = position + 1
+        if reader.verified != position or row.read_len != end or len(row.token_ids) != 1:
+            return False
+        size = self._context.block_size
+        index = position // size
+        if reader.dirty or end > len(own.values) or index >= len(reader.table):
+            return False
+        slots = self._shadow.slots(reader.table[index])
+        if slots.values[position % size] != own.values[position]:
+            return False
+        self._num_operations += 1
+        reader.verified = end
+        if reader.computed == position:
+            reader.computed = end
+        else:
+            reader.extend_computed(position, end)
+        return True
 
     def _read(self, row: Computed, reader: Reader) -> None:
         end = row.start + len(row.token_ids)

@@ -9,10 +9,11 @@ returned its blocks before the step that was in flight is reported.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from preempt_harness.record import BlocksAllocated, BlocksFreed, Forked, Scheduled
+from preempt_harness.checks.trace import ScheduledRows
+from preempt_harness.record import BlocksAllocated, BlocksFreed, Forked
 
 SHARED = -1
 """In `Lease.born`: the sequence did not get the block fresh, it shares somebody's content."""
@@ -40,11 +41,18 @@ class Lease:
 
 
 class SchedulerTables:
-    """All leases, and how often each block is referenced."""
+    """All leases, and how often each block is referenced.
+
+    Attributes:
+        leases: sequence -> its present lease.
+        refs: block -> references, for referenced blocks only.
+        num_references: of all blocks together.
+    """
 
     def __init__(self) -> None:
         self.leases: dict[str, Lease] = {}
         self.refs: dict[int, int] = {}
+        self.num_references = 0
         self._scheduled: dict[int, dict[str, Lease]] = {}
 
     def allocate(self, event: BlocksAllocated, tick: int = 0) -> list[int]:
@@ -65,6 +73,7 @@ class SchedulerTables:
             lease.blocks.append(block)
             lease.born[block] = tick if fresh else SHARED
             self.refs[block] = self.refs.get(block, 0) + 1
+        self.num_references += len(event.blocks)
         return taken
 
     def free(self, event: BlocksFreed) -> list[int]:
@@ -111,27 +120,32 @@ class SchedulerTables:
         )
         for block in parent.blocks:
             self.refs[block] += 1
+        self.num_references += len(parent.blocks)
 
-    def schedule(self, event: Scheduled) -> None:
-        """Remember the lease that the step was scheduled with."""
-        step = self._scheduled.get(event.step)
+    def schedule(self, rows: ScheduledRows) -> None:
+        """Remember the leases that the rows were scheduled with."""
+        step = self._scheduled.get(rows.step)
         if step is None:
-            step = self._scheduled[event.step] = {}
+            step = self._scheduled[rows.step] = {}
             if len(self._scheduled) > _STEPS_REMEMBERED:
                 del self._scheduled[next(iter(self._scheduled))]
-        lease = self.leases.get(event.seq)
-        if lease is not None:
-            step[event.seq] = lease
+        leases = self.leases
+        for seq in rows.seqs:
+            lease = leases.get(seq)
+            if lease is not None:
+                step[seq] = lease
 
-    def lease_at(self, step: int, seq: str) -> Lease | None:
-        """The lease with which the step was scheduled, else the one held now."""
-        return self._scheduled.get(step, {}).get(seq) or self.leases.get(seq)
+    def leases_at(self, step: int, seqs: Iterable[str]) -> list[Lease | None]:
+        """The leases with which the step was scheduled, else those held now."""
+        scheduled, held = self._scheduled.get(step, {}), self.leases
+        return [scheduled.get(seq) or held.get(seq) for seq in seqs]
 
     def holders(self, block: int) -> list[str]:
         """Sequences whose table names the block."""
         return [seq for seq, lease in self.leases.items() if block in lease.born]
 
     def _drop(self, block: int) -> None:
+        self.num_references -= 1
         self.refs[block] -= 1
         if not self.refs[block]:
             del self.refs[block]
