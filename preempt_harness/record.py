@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 import msgspec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 def _snake_case(name: str) -> str:
@@ -161,7 +161,7 @@ class PoolCounts(Event, frozen=True):
 class PoolState(Event, frozen=True):
     """Raw content of the pool and the queues; an outside accountant recomputes everything.
 
-    `host_blocks` is request -> host blocks with its content, for requests that are swapped out.
+    `ref_counts` has the references of every block, by block id, [num_blocks]. `host_blocks` is request -> host blocks with its content, for requests that are swapped out.
     """
 
     num_blocks: int
@@ -169,7 +169,7 @@ class PoolState(Event, frozen=True):
     cached: list[int]
     held: list[int]
     fenced: list[int]
-    ref_counts: dict[int, int]
+    ref_counts: list[int]
     tables: dict[str, list[int]]
     waiting: list[str]
     running: list[str]

@@ -12,8 +12,8 @@ scheduled, the table entries changed and the blocks invalidated, whatever the co
 
 Most rows are of one token and as they should be: the sequence's own token, into its own slot, after
 the content that its own history leads to. Incrementally, such a row is recognised by a handful of
-comparisons (`_write_expected`), and so is a read that only its own write can have changed; whatever
-is not like that takes the long way, which names what is wrong.
+comparisons (`_write_rows`), and so is a read that only its own write can have changed
+(`_read_rows`); whatever is not like that takes the long way, which names what is wrong.
 """
 
 from __future__ import annotations
@@ -107,13 +107,16 @@ class RankSanitizer:
         """All rows of one step."""
         readers = self._take_tables(rows)
         writes = [Write(seq, rows.step, tick) for seq in rows.seqs]
-        for index in self._write_order(rows, readers):
-            row, reader, write = rows.rows[index], readers[index], writes[index]
-            if self._context.full or not self._write_expected(row, reader, write):
-                self._write(row, reader, write)
-        for row, reader, write in zip(rows.rows, readers, writes, strict=True):
-            if self._context.full or not self._read_expected(row, reader):
+        order = self._write_order(rows, readers)
+        if self._context.full:
+            for index in order:
+                self._write(rows.rows[index], readers[index], writes[index])
+            for row, reader in zip(rows.rows, readers, strict=True):
                 self._read(row, reader)
+        else:
+            self._write_rows(rows, readers, writes, order)
+            self._read_rows(rows, readers)
+        for reader, write in zip(readers, writes, strict=True):
             if reader.corrupt:
                 write.tainted = True
 
@@ -225,10 +228,7 @@ class RankSanitizer:
         writers = {
             slot: index for index, row in enumerate(rows.rows) for slot in row.written_slots
         }
-        before = [
-            self._slot_of(reader, start - 1)
-            for reader, start in zip(readers, rows.starts, strict=True)
-        ]
+        before = self._slots_before(rows, readers)
         if writers.keys().isdisjoint(before):
             return range(len(before))
         order: dict[int, None] = {}
@@ -242,43 +242,63 @@ class RankSanitizer:
             order.update(dict.fromkeys(reversed(path)))
         return order
 
+    def _slots_before(self, rows: ComputedRows, readers: Sequence[Reader]) -> list[int | None]:
+        """The slot that each row continues from; None where there is none."""
+        size = self._context.block_size
+        before: list[int | None] = []
+        for reader, start in zip(readers, rows.starts, strict=True):
+            index = (start - 1) // size
+            inside = 0 <= index < len(reader.table)
+            before.append(reader.table[index] * size + (start - 1) % size if inside else None)
+        return before
+
     def _slot_of(self, reader: Reader, position: int) -> int | None:
         index, offset = divmod(position, self._context.block_size)
         if not 0 <= index < len(reader.table):
             return None
         return reader.table[index] * self._context.block_size + offset
 
-    def _write_expected(self, row: Computed, reader: Reader, write: Write) -> bool:
-        """Apply the write of one token if all of it is as it should be; returns whether."""
-        context, own, position = self._context, reader.tokens, row.start
-        if position >= len(own.ids) or row.token_ids != own.ids[position : position + 1]:
-            return False
-        size = context.block_size
-        index, offset = position // size, position % size
-        if index >= len(reader.table):
-            return False
-        block = reader.table[index]
-        if not 0 <= block < context.num_blocks or row.written_slots != [block * size + offset]:
-            return False
-        if context.tables is not None and context.tables.refs.get(block, 0) > 1:
-            return False
-        if not 0 <= own.ids[position] < (context.vocab_size or math.inf):
-            return False
-        slots = self._shadow.slots(block)
-        if offset:
-            continues = slots.values[offset - 1] == own.values[position - 1]
-        else:
-            continues = self._continued_from(row, reader) == own.value_before(position)
-        if not continues:
-            return False
-        self._num_operations += 1
-        slots.values[offset] = own.values[position]
-        slots.writes[offset] = write
-        if reader.verified > position:
-            reader.verified = position
-        if self._index.num_entries(block) > 1:
-            self._index.mark((block,), but=reader)
-        return True
+    def _write_rows(
+        self,
+        rows: ComputedRows,
+        readers: Sequence[Reader],
+        writes: Sequence[Write],
+        order: Iterable[int],
+    ) -> None:
+        """`_write` each row; for one token that is as it should be, without the long way."""
+        context, device, entries = self._context, self._shadow.device, self._index.entries
+        size, num_blocks = context.block_size, context.num_blocks
+        vocab_size = context.vocab_size or math.inf
+        references = {} if context.tables is None else context.tables.refs
+        for row_index in order:
+            row, reader = rows.rows[row_index], readers[row_index]
+            own, position = reader.tokens, row.start
+            index, offset = position // size, position % size
+            if (
+                len(row.token_ids) == 1 == len(row.written_slots)
+                and position < len(own.ids)
+                and row.token_ids[0] == own.ids[position]
+                and 0 <= row.token_ids[0] < vocab_size
+                and index < len(reader.table)
+                and 0 <= (block := reader.table[index]) < num_blocks
+                and row.written_slots[0] == block * size + offset
+                and references.get(block, 0) < 2
+                and (slots := device.get(block)) is not None
+                and (
+                    slots.values[offset - 1] == own.values[position - 1]
+                    if offset
+                    else self._continued_from(row, reader) == own.value_before(position)
+                )
+            ):
+                self._num_operations += 1
+                slots.values[offset] = own.values[position]
+                slots.writes[offset] = writes[row_index]
+                if reader.verified > position:
+                    reader.verified = position
+                if len(entries[block]) > 1:
+                    self._index.mark((block,), but=reader)
+            else:
+                self._write(row, reader, writes[row_index])
 
     def _write(self, row: Computed, reader: Reader, write: Write) -> None:
         context = self._context
@@ -392,26 +412,25 @@ class RankSanitizer:
 
     # Phase 3 --------------------------------------------------------------------------------------
 
-    def _read_expected(self, row: Computed, reader: Reader) -> bool:
-        """Judge a read of which only the last position is new; False leaves it to `_read`."""
-        own, position = reader.tokens, row.start
-        end = position + 1
-        if reader.verified != position or row.read_len != end or len(row.token_ids) != 1:
-            return False
-        size = self._context.block_size
-        index = position // size
-        if reader.dirty or end > len(own.values) or index >= len(reader.table):
-            return False
-        slots = self._shadow.slots(reader.table[index])
-        if slots.values[position % size] != own.values[position]:
-            return False
-        self._num_operations += 1
-        reader.verified = end
-        if reader.computed == position:
-            reader.computed = end
-        else:
-            reader.extend_computed(position, end)
-        return True
+    def _read_rows(self, rows: ComputedRows, readers: Sequence[Reader]) -> None:
+        """`_read` each row; where only the last position is new, without the long way."""
+        size, device = self._context.block_size, self._shadow.device
+        for row, reader, end in zip(rows.rows, readers, rows.ends, strict=True):
+            own, position = reader.tokens, row.start
+            index = position // size
+            if (
+                reader.verified == position == end - 1
+                and row.read_len == end <= len(own.values)
+                and not reader.dirty
+                and index < len(reader.table)
+                and (slots := device.get(reader.table[index])) is not None
+                and slots.values[position % size] == own.values[position]
+            ):
+                self._num_operations += 1
+                reader.verified = end
+                reader.extend_computed(position, end)
+            else:
+                self._read(row, reader)
 
     def _read(self, row: Computed, reader: Reader) -> None:
         end = row.start + len(row.token_ids)

@@ -9,7 +9,7 @@ returned its blocks before the step that was in flight is reported.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from preempt_harness.checks.trace import ScheduledRows
@@ -53,7 +53,7 @@ class SchedulerTables:
         self.leases: dict[str, Lease] = {}
         self.refs: dict[int, int] = {}
         self.num_references = 0
-        self._scheduled: dict[int, dict[str, Lease]] = {}
+        self._scheduled: dict[int, dict[str, Lease | None]] = {}
 
     def allocate(self, event: BlocksAllocated, tick: int = 0) -> list[int]:
         """Append blocks to a table.
@@ -104,7 +104,7 @@ class SchedulerTables:
             born = {block: lease.born[block] for block in left}
             changed = Lease(lease.seq, lease.step, left, born, lease.num_cached)
             self.leases[event.seq] = changed
-            if event.seq in self._scheduled.get(event.step, ()):
+            if self._scheduled.get(event.step, {}).get(event.seq) is not None:
                 self._scheduled[event.step][event.seq] = changed  # a block replaced in its step
         return foreign
 
@@ -129,16 +129,15 @@ class SchedulerTables:
             step = self._scheduled[rows.step] = {}
             if len(self._scheduled) > _STEPS_REMEMBERED:
                 del self._scheduled[next(iter(self._scheduled))]
-        leases = self.leases
-        for seq in rows.seqs:
-            lease = leases.get(seq)
-            if lease is not None:
-                step[seq] = lease
+        step.update(zip(rows.seqs, map(self.leases.get, rows.seqs), strict=True))
 
-    def leases_at(self, step: int, seqs: Iterable[str]) -> list[Lease | None]:
+    def leases_at(self, step: int, seqs: Sequence[str]) -> list[Lease | None]:
         """The leases with which the step was scheduled, else those held now."""
-        scheduled, held = self._scheduled.get(step, {}), self.leases
-        return [scheduled.get(seq) or held.get(seq) for seq in seqs]
+        leases = list(map(self._scheduled.get(step, {}).get, seqs))
+        if None in leases:
+            held = map(self.leases.get, seqs)
+            return [lease or other for lease, other in zip(leases, held, strict=True)]
+        return leases
 
     def holders(self, block: int) -> list[str]:
         """Sequences whose table names the block."""

@@ -109,13 +109,24 @@ def batches(events: Iterable[Event]) -> list[Batch]:
         if make is None:
             found.extend(run)
             continue
-        key = _STEP_AND_RANK if kind is Computed else _STEP
         rows = list(run)
-        if len(set(map(key, rows))) == 1:
+        if _are_of_one_step(rows):
             found.append(make(rows))
         else:
+            key = _STEP_AND_RANK if kind is Computed else _STEP
             found.extend(make(list(same)) for _, same in groupby(rows, key))
     return found
+
+
+def _are_of_one_step(rows: Sequence[Any]) -> bool:
+    """Whether all rows of a kind are of the same step, and of the same rank if they have one."""
+    steps = [row.step for row in rows]
+    if steps.count(steps[0]) != len(steps):
+        return False
+    if type(rows[0]) is not Computed:
+        return True
+    ranks = [row.rank for row in rows]
+    return ranks.count(ranks[0]) == len(ranks)
 
 
 class Trace:

@@ -107,8 +107,9 @@ def test_raw_lists_hold_every_block_once(
 
 def test_reference_count_other_than_the_tables_is_found(record: TrialRecord) -> None:
     state = next(event for event in record.events if isinstance(event, PoolState))
-    block = next(iter(state.ref_counts))
-    change(record, PoolState, 0, ref_counts={**state.ref_counts, block: 2})
+    block = state.ref_counts.index(1)
+    ref_counts = [*state.ref_counts[:block], 2, *state.ref_counts[block + 1 :]]
+    change(record, PoolState, 0, ref_counts=ref_counts)
     found = accounting(record)
     assert [(finding.code, finding.block) for finding in found] == [(Code.ACC_REF_COUNT, block)]
 
