@@ -176,13 +176,14 @@ def _judge_tables(
         worker = workers.get(row.seq)
         if worker is None:
             worker = workers[row.seq] = _WorkerTable()
+        used = -(-end // block_size)
         if row.table_new or row.table_keep < len(worker.blocks):
             worker.blocks[row.table_keep :] = row.table_new
-        start = worker.agreed if worker.agreed < row.table_keep else row.table_keep
-        if lease is not worker.lease:
-            start = 0
-            worker.lease = lease
-        used = worker.agreed = -(-end // block_size)
+        elif lease is worker.lease and used == worker.agreed <= row.table_keep:
+            continue
+        start = min(worker.agreed, row.table_keep) if lease is worker.lease else 0
+        worker.lease = lease
+        worker.agreed = used
         if start < used:
             _judge_table(row, worker.blocks, lease, start, used, listing)
 

@@ -130,19 +130,18 @@ class RankSanitizer:
     # Phase 1 --------------------------------------------------------------------------------------
 
     def _take_tables(self, rows: ComputedRows) -> list[Reader]:
-        tables, size = self._context.tables, self._context.block_size
+        tables, size, full = self._context.tables, self._context.block_size, self._context.full
         readers = [self._readers.get(seq) or self._reader(seq) for seq in rows.seqs]
-        leases = None if tables is None else tables.leases_at(rows.step, rows.seqs)
-        for index, (row, reader) in enumerate(zip(rows.rows, readers, strict=True)):
+        for row, reader in zip(rows.rows, readers, strict=True):
             if row.table_new or row.table_keep < len(reader.table) or not reader.indexed:
                 self._change_table(row, reader)
-            if leases is None:
-                continue
-            needed = -(-rows.ends[index] // size)
-            if leases[index] is not reader.lease or needed > reader.owned or self._context.full:
-                self._check_lease(row, reader, leases[index])
-            else:
-                reader.owned = needed
+        if tables is not None:
+            leases = tables.leases_at(rows.step, rows.seqs)
+            for index, (reader, lease, end) in enumerate(
+                zip(readers, leases, rows.ends, strict=True)
+            ):
+                if lease is not reader.lease or end > reader.owned * size or full:
+                    self._check_lease(rows.rows[index], reader, lease)
         return readers
 
     def _change_table(self, row: Computed, reader: Reader) -> None:
@@ -247,9 +246,9 @@ class RankSanitizer:
         size = self._context.block_size
         before: list[int | None] = []
         for reader, start in zip(readers, rows.starts, strict=True):
-            index = (start - 1) // size
-            inside = 0 <= index < len(reader.table)
-            before.append(reader.table[index] * size + (start - 1) % size if inside else None)
+            index, offset = divmod(start - 1, size)
+            table = reader.table
+            before.append(table[index] * size + offset if 0 <= index < len(table) else None)
         return before
 
     def _slot_of(self, reader: Reader, position: int) -> int | None:
@@ -272,15 +271,15 @@ class RankSanitizer:
         references = {} if context.tables is None else context.tables.refs
         for row_index in order:
             row, reader = rows.rows[row_index], readers[row_index]
-            own, position = reader.tokens, row.start
-            index, offset = position // size, position % size
+            own, table, position = reader.tokens, reader.table, row.start
+            index, offset = divmod(position, size)
             if (
                 len(row.token_ids) == 1 == len(row.written_slots)
                 and position < len(own.ids)
-                and row.token_ids[0] == own.ids[position]
-                and 0 <= row.token_ids[0] < vocab_size
-                and index < len(reader.table)
-                and 0 <= (block := reader.table[index]) < num_blocks
+                and row.token_ids[0] == (token_id := own.ids[position])
+                and 0 <= token_id < vocab_size
+                and index < len(table)
+                and 0 <= (block := table[index]) < num_blocks
                 and row.written_slots[0] == block * size + offset
                 and references.get(block, 0) < 2
                 and (slots := device.get(block)) is not None
