@@ -11,6 +11,9 @@ from preempt_harness import record
 from preempt_harness.record import AnyEvent
 
 
+_NO_BLOCKS: list[int] = []  # of all rows whose table has not changed; nobody changes an event
+
+
 class RecordingObserver(EngineObserver):
     """Collects events.
 
@@ -228,7 +231,7 @@ class RecordingObserver(EngineObserver):
         tables = self._tables[rank]
         before = tables.get(seq, [])
         if before == block_table:
-            keep, new = len(before), []
+            keep, new = len(before), _NO_BLOCKS
         else:
             table = tables[seq] = list(block_table)
             keep = _common_length(before, table)

@@ -241,7 +241,10 @@ class KVSan:
     def _delivered(self, rows: DeliveredRows) -> None:
         known = self._context.known
         for seq, token_ids in zip(rows.seqs, rows.token_ids, strict=True):
-            (known[seq] if seq in known else self._known(seq)).extend(token_ids)
+            if seq in known:
+                known[seq] += token_ids
+            else:
+                self._known(seq).extend(token_ids)
         for rank in self._ranks:
             rank.deliver(rows.seqs, rows.token_ids)
 

@@ -111,14 +111,11 @@ class RankSanitizer:
         if self._context.full:
             for index in order:
                 self._write(rows.rows[index], readers[index], writes[index])
-            for row, reader in zip(rows.rows, readers, strict=True):
-                self._read(row, reader)
+            for row, reader, write in zip(rows.rows, readers, writes, strict=True):
+                self._read(row, reader, write)
         else:
             self._write_rows(rows, readers, writes, order)
-            self._read_rows(rows, readers)
-        for reader, write in zip(readers, writes, strict=True):
-            if reader.corrupt:
-                write.tainted = True
+            self._read_rows(rows, readers, writes)
 
     def _reader(self, seq: str) -> Reader:
         reader = self._readers.get(seq)
@@ -411,10 +408,12 @@ class RankSanitizer:
 
     # Phase 3 --------------------------------------------------------------------------------------
 
-    def _read_rows(self, rows: ComputedRows, readers: Sequence[Reader]) -> None:
+    def _read_rows(
+        self, rows: ComputedRows, readers: Sequence[Reader], writes: Sequence[Write]
+    ) -> None:
         """`_read` each row; where only the last position is new, without the long way."""
         size, device = self._context.block_size, self._shadow.device
-        for row, reader, end in zip(rows.rows, readers, rows.ends, strict=True):
+        for row, reader, write, end in zip(rows.rows, readers, writes, rows.ends, strict=True):
             own, position = reader.tokens, row.start
             index = position // size
             if (
@@ -427,11 +426,16 @@ class RankSanitizer:
             ):
                 self._num_operations += 1
                 reader.verified = end
-                reader.extend_computed(position, end)
+                if reader.computed == position:
+                    reader.computed = end
+                else:
+                    reader.extend_computed(position, end)
+                if reader.corrupt:
+                    write.tainted = True
             else:
-                self._read(row, reader)
+                self._read(row, reader, write)
 
-    def _read(self, row: Computed, reader: Reader) -> None:
+    def _read(self, row: Computed, reader: Reader, write: Write) -> None:
         end = row.start + len(row.token_ids)
         if row.read_len != end:
             self._report_read_len(row, reader, end)
@@ -446,6 +450,7 @@ class RankSanitizer:
         reader.verified = limit
         reader.dirty.clear()
         reader.extend_computed(row.start, end)
+        write.tainted = reader.corrupt
 
     def _to_verify(self, reader: Reader, limit: int) -> Iterable[int]:
         """Table indices to read, ascending."""

@@ -44,7 +44,8 @@ class SchedulerTables:
     """All leases, and how often each block is referenced.
 
     Attributes:
-        leases: sequence -> its present lease.
+        leases: sequence -> its present lease. Replaced when one begins or ends and never changed,
+            so that a step remembers those of its time by remembering this dictionary.
         refs: block -> references, for referenced blocks only.
         num_references: of all blocks together.
     """
@@ -53,7 +54,7 @@ class SchedulerTables:
         self.leases: dict[str, Lease] = {}
         self.refs: dict[int, int] = {}
         self.num_references = 0
-        self._scheduled: dict[int, dict[str, Lease | None]] = {}
+        self._scheduled: dict[int, list[tuple[Sequence[str], dict[str, Lease]]]] = {}
 
     def allocate(self, event: BlocksAllocated, tick: int = 0) -> list[int]:
         """Append blocks to a table.
@@ -63,8 +64,8 @@ class SchedulerTables:
         """
         lease = self.leases.get(event.seq)
         if lease is None:
-            lease = self.leases[event.seq] = Lease(event.seq, event.step)
-            lease.num_cached = event.num_cached
+            lease = Lease(event.seq, event.step, num_cached=event.num_cached)
+            self.leases = {**self.leases, event.seq: lease}
         taken = []
         for index, block in enumerate(event.blocks):
             fresh = index >= event.num_cached
@@ -99,13 +100,14 @@ class SchedulerTables:
                 else:
                     foreign.append(block)
         if not left:
-            del self.leases[event.seq]
+            self.leases = {seq: other for seq, other in self.leases.items() if other is not lease}
         elif len(left) != len(lease.blocks):
             born = {block: lease.born[block] for block in left}
             changed = Lease(lease.seq, lease.step, left, born, lease.num_cached)
-            self.leases[event.seq] = changed
-            if self._scheduled.get(event.step, {}).get(event.seq) is not None:
-                self._scheduled[event.step][event.seq] = changed  # a block replaced in its step
+            self.leases = {**self.leases, event.seq: changed}
+            step = self._scheduled.get(event.step, [])
+            if any(event.seq in seqs and event.seq in leases for seqs, leases in step):
+                step.append(((event.seq,), self.leases))  # a block replaced in its step
         return foreign
 
     def fork(self, event: Forked) -> None:
@@ -115,9 +117,8 @@ class SchedulerTables:
             return
         born = dict.fromkeys(parent.blocks, SHARED)
         parent.born = dict(born)
-        self.leases[event.child] = Lease(
-            event.child, event.step, list(parent.blocks), born, parent.num_cached
-        )
+        child = Lease(event.child, event.step, list(parent.blocks), born, parent.num_cached)
+        self.leases = {**self.leases, event.child: child}
         for block in parent.blocks:
             self.refs[block] += 1
         self.num_references += len(parent.blocks)
@@ -126,18 +127,20 @@ class SchedulerTables:
         """Remember the leases that the rows were scheduled with."""
         step = self._scheduled.get(rows.step)
         if step is None:
-            step = self._scheduled[rows.step] = {}
+            step = self._scheduled[rows.step] = []
             if len(self._scheduled) > _STEPS_REMEMBERED:
                 del self._scheduled[next(iter(self._scheduled))]
-        step.update(zip(rows.seqs, map(self.leases.get, rows.seqs), strict=True))
+        step.append((rows.seqs, self.leases))
 
     def leases_at(self, step: int, seqs: Sequence[str]) -> list[Lease | None]:
         """The leases with which the step was scheduled, else those held now."""
-        leases = list(map(self._scheduled.get(step, {}).get, seqs))
-        if None in leases:
-            held = map(self.leases.get, seqs)
-            return [lease or other for lease, other in zip(leases, held, strict=True)]
-        return leases
+        scheduled, held = self._scheduled.get(step, []), self.leases
+        if all(leases is held for _, leases in scheduled):
+            return list(map(held.get, seqs))
+        found = {
+            seq: leases[seq] for names, leases in scheduled for seq in names if seq in leases
+        }
+        return [found.get(seq) or held.get(seq) for seq in seqs]
 
     def holders(self, block: int) -> list[str]:
         """Sequences whose table names the block."""
