@@ -161,7 +161,8 @@ class PoolCounts(Event, frozen=True):
 class PoolState(Event, frozen=True):
     """Raw content of the pool and the queues; an outside accountant recomputes everything.
 
-    `ref_counts` has the references of every block, by block id, [num_blocks]. `host_blocks` is request -> host blocks with its content, for requests that are swapped out.
+    `ref_counts` has the references of every block, by block id, [num_blocks]. `host_blocks` is
+    request -> host blocks with its content, for requests that are swapped out.
     """
 
     num_blocks: int

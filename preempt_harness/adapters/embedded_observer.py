@@ -10,7 +10,6 @@ from preempt_engine.step import SequenceKey
 from preempt_harness import record
 from preempt_harness.record import AnyEvent
 
-
 _NO_BLOCKS: list[int] = []  # of all rows whose table has not changed; nobody changes an event
 
 
@@ -112,9 +111,7 @@ class RecordingObserver(EngineObserver):
         )
 
     def priority_changed(self, step_id: int, request_id: str, priority: int) -> None:
-        self._add(
-            record.PriorityChanged(step=step_id, request=request_id, priority=priority)
-        )
+        self._add(record.PriorityChanged(step=step_id, request=request_id, priority=priority))
 
     def scheduled(self, step_id: int, key: SequenceKey, start: int, end: int) -> None:
         self._add(record.Scheduled(step_id, self._names[key], start, end))
@@ -129,17 +126,13 @@ class RecordingObserver(EngineObserver):
         )
 
     def blocks_freed(self, step_id: int, key: SequenceKey, block_ids: Sequence[int]) -> None:
-        self._add(
-            record.BlocksFreed(step=step_id, seq=self._names[key], blocks=list(block_ids))
-        )
+        self._add(record.BlocksFreed(step=step_id, seq=self._names[key], blocks=list(block_ids)))
 
     def blocks_copied(self, step_id: int, pairs: Sequence[tuple[int, int]]) -> None:
         self._add(record.BlocksCopied(step=step_id, pairs=list(pairs)))
 
     def forked(self, step_id: int, parent: SequenceKey, child: SequenceKey) -> None:
-        self._add(
-            record.Forked(step=step_id, parent=self._names[parent], child=self._names[child])
-        )
+        self._add(record.Forked(step=step_id, parent=self._names[parent], child=self._names[child]))
 
     def tokens_chosen(self, step_id: int, key: SequenceKey, token_ids: Sequence[int]) -> None:
         self._add(

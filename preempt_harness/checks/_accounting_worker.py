@@ -40,9 +40,7 @@ class _Rows:
 
     def equals(self, other: _Rows) -> bool:
         """Whether both are the same rows in the same order."""
-        return (
-            self.seqs == other.seqs and self.starts == other.starts and self.ends == other.ends
-        )
+        return self.seqs == other.seqs and self.starts == other.starts and self.ends == other.ends
 
     def positions(self) -> dict[str, tuple[int, int]]:
         """Sequence -> [start, end)."""
@@ -87,12 +85,12 @@ def check_worker_view(trace: Trace) -> CheckResult:
 
 
 def _judge_positions(number: int, rank: int, step: _Step, listing: Listing) -> None:
-    computed = step.computed.get(rank) or _Rows()
-    if step.scheduled.equals(computed):
-        if computed.seqs:
-            listing.count("rows compared", len(set(computed.seqs)))
+    rows = step.computed.get(rank) or _Rows()
+    if step.scheduled.equals(rows):
+        if rows.seqs:
+            listing.count("rows compared", len(set(rows.seqs)))
         return
-    scheduled_at, computed_at = step.scheduled.positions(), computed.positions()
+    scheduled_at, computed_at = step.scheduled.positions(), rows.positions()
     for seq in sorted(scheduled_at.keys() | computed_at.keys()):
         listing.count("rows compared")
         wanted, given = scheduled_at.get(seq), computed_at.get(seq)

@@ -376,9 +376,7 @@ def _judge(trace: Trace, verify: Verify) -> CheckResult:
     return sanitizer.result()
 
 
-def kvsan_parts(
-    trace: Trace, verify: Verify = "incremental"
-) -> tuple[CheckResult, CheckResult]:
+def kvsan_parts(trace: Trace, verify: Verify = "incremental") -> tuple[CheckResult, CheckResult]:
     """KVSan over a whole record: of contents, and of who holds which block.
 
     Either part can be judged without the other; what is not observed says so.

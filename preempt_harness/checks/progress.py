@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from preempt_harness.checks.finding import CheckResult, Code, Listing
 from preempt_harness.checks.tables import num_blocks_for
-from preempt_harness.checks.trace import ScheduledRows, Trace
+from preempt_harness.checks.trace import Batch, ScheduledRows, Trace
 from preempt_harness.record import (
     Aborted,
     Arrived,
@@ -34,6 +34,9 @@ from preempt_harness.workload import RequestSpec
 
 PREEMPT_ALL = "preempt-all"
 """How an applied plan action that preempts everybody begins."""
+
+_BEGINNINGS = frozenset({Arrived, Finished, Aborted, Preempted})
+"""What can begin the count of stalled steps anew, besides rows that go further than ever."""
 
 _SPARE = 2  # steps: one for the preempting step, which admits nobody, one in flight
 
@@ -125,14 +128,8 @@ def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
         rises = False
         if isinstance(event, ScheduledRows):
             rises = _raise_high_water(event, high_water)
-        elif isinstance(event, Arrived):
-            live[event.request] = None
-            rises = True
-        elif isinstance(event, (Finished, Aborted)):
-            live.pop(event.request, None)
-            rises = True
-        elif isinstance(event, Preempted):
-            rises = event.reason == "forced"
+        elif type(event) in _BEGINNINGS:
+            rises = _begins_anew(event, live)
         if rises or not live:
             stalled.clear()
             moved_in = event.step
@@ -146,6 +143,17 @@ def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
                 f"{bounds.stall} ({bounds.stall_formula}); live: {', '.join(live)}",
             )
             return
+
+
+def _begins_anew(event: Batch, live: dict[str, None]) -> bool:
+    """Whether the event begins the count of stalled steps anew; keeps the live requests."""
+    if isinstance(event, Arrived):
+        live[event.request] = None
+    elif isinstance(event, (Finished, Aborted)):
+        live.pop(event.request, None)
+    else:
+        return isinstance(event, Preempted) and event.reason == "forced"
+    return True
 
 
 def _raise_high_water(rows: ScheduledRows, high_water: dict[str, int]) -> bool:

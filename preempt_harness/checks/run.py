@@ -237,9 +237,7 @@ PARTS = (
         check="work",
         part="preemptions",
         needs=frozenset({"Preempted"}),
-        judge=lambda trace, options: (
-            work.check_preemptions(trace, options.expected_preemptions),
-        ),
+        judge=lambda trace, options: (work.check_preemptions(trace, options.expected_preemptions),),
     ),
     Part(
         check="work",

@@ -196,9 +196,7 @@ class RankSanitizer:
                 break
         reader.owned = needed
 
-    def _report_foreign_block(
-        self, row: Computed, reader: Reader, index: int, block: int
-    ) -> None:
+    def _report_foreign_block(self, row: Computed, reader: Reader, index: int, block: int) -> None:
         assert self._context.tables is not None
         holders = self._context.tables.holders(block)
         owner = f"{', '.join(holders)} holds it" if holders else "nobody holds it"
@@ -221,9 +219,7 @@ class RankSanitizer:
         A row continues from position start - 1; when that slot is written in the same step by
         another row (a prefix hit on a block that is being filled), that row writes first.
         """
-        writers = {
-            slot: index for index, row in enumerate(rows.rows) for slot in row.written_slots
-        }
+        writers = {slot: index for index, row in enumerate(rows.rows) for slot in row.written_slots}
         before = self._slots_before(rows, readers)
         if writers.keys().isdisjoint(before):
             return range(len(before))

@@ -137,9 +137,7 @@ class SchedulerTables:
         scheduled, held = self._scheduled.get(step, []), self.leases
         if all(leases is held for _, leases in scheduled):
             return list(map(held.get, seqs))
-        found = {
-            seq: leases[seq] for names, leases in scheduled for seq in names if seq in leases
-        }
+        found = {seq: leases[seq] for names, leases in scheduled for seq in names if seq in leases}
         return [found.get(seq) or held.get(seq) for seq in seqs]
 
     def holders(self, block: int) -> list[str]:
