@@ -219,10 +219,10 @@ class RankSanitizer:
         A row continues from position start - 1; when that slot is written in the same step by
         another row (a prefix hit on a block that is being filled), that row writes first.
         """
-        writers = {slot: index for index, row in enumerate(rows.rows) for slot in row.written_slots}
         before = self._slots_before(rows, readers)
-        if writers.keys().isdisjoint(before):
+        if set().union(*[row.written_slots for row in rows.rows]).isdisjoint(before):
             return range(len(before))
+        writers = {slot: index for index, row in enumerate(rows.rows) for slot in row.written_slots}
         order: dict[int, None] = {}
         for index in range(len(before)):
             path: list[int] = []

@@ -8,9 +8,10 @@ checks derive from a record alike; judges nothing.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any, TypeVar, cast, overload
 
@@ -160,18 +161,21 @@ class Trace:
 
     def of(self, *kinds: type[Any]) -> list[Any]:
         """Batches and events of these kinds, in order."""
-        wanted = frozenset(kinds)
-        if wanted.isdisjoint(self._kinds):
-            return []
-        return [batch for batch in self.batches if type(batch) in wanted]
+        batches = self.batches
+        places = chain.from_iterable([self._places.get(kind, ()) for kind in kinds])
+        return [batches[place] for place in sorted(places)]
 
     def has(self, kind: type[Event]) -> bool:
         """Whether there is an event of this kind, which is no row."""
-        return kind in self._kinds
+        return kind in self._places
 
     @cached_property
-    def _kinds(self) -> frozenset[type]:
-        return frozenset(map(type, self.batches))
+    def _places(self) -> dict[type, list[int]]:
+        """Kind -> where its batches stand."""
+        places: defaultdict[type, list[int]] = defaultdict(list)
+        for place, batch in enumerate(self.batches):
+            places[type(batch)].append(place)
+        return dict(places)
 
     def sees(self, *names: str) -> bool:
         """Whether the engine shows all event types of these names."""
