@@ -96,7 +96,7 @@ def _compare(
 ) -> None:
     token_ids = list(chain.from_iterable([piece.token_ids for piece in stream]))
     last_step = stream[-1].step if stream else 0
-    index = None if token_ids == output.token_ids else first_difference(token_ids, output.token_ids)
+    index = first_difference(token_ids, output.token_ids)
     if index is not None:
         code, what = _name_difference(token_ids, output.token_ids, index)
         steps = [piece.step for piece in stream for _ in piece.token_ids]
@@ -104,7 +104,7 @@ def _compare(
         listing.report(code, step, what, seq=seq, position=index)
         return
     text = "".join([piece.text for piece in stream])
-    at = None if text == output.text else first_difference(text, output.text)
+    at = first_difference(text, output.text)
     if at is not None:
         listing.report(
             Code.DEL_TEXT,

@@ -158,6 +158,8 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 
 def first_difference(left: Sequence[object], right: Sequence[object]) -> int | None:
     """Index of the first difference, None when equal; a prefix differs at its length."""
+    if left == right:
+        return None
     for index, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other:
             return index
