@@ -84,15 +84,15 @@ def compare_tokens(record: TrialRecord, tolerance: Tolerance | None = None) -> l
         record: with a baseline; `scores` are of its own outputs, for first branches.
         tolerance: None allows exact equality only.
     """
-    return _compare_all(Trace(record), tolerance)
+    aborted = {event.request for event in record.events if isinstance(event, Aborted)}
+    return _compare_all(Trace(record), aborted, tolerance)
 
 
-def _compare_all(trace: Trace, tolerance: Tolerance | None) -> list[Comparison]:
+def _compare_all(trace: Trace, aborted: set[str], tolerance: Tolerance | None) -> list[Comparison]:
     record, baseline = trace.record, trace.record.baseline
     if baseline is None:
         return []
     specs = trace.specs
-    aborted = {event.request for event in record.events if isinstance(event, Aborted)}
     comparisons = []
     for request, result in record.results.items():
         reference = baseline.results.get(request)
@@ -135,7 +135,8 @@ def check_tokens(trace: Trace, tolerance: Tolerance | None = None) -> CheckResul
         return CheckResult(check="tokens", not_observable=reason)
     listing = Listing()
     specs = trace.specs
-    for comparison in _compare_all(trace, tolerance):
+    aborted = {event.request for event in trace.of(Aborted)}
+    for comparison in _compare_all(trace, aborted, tolerance):
         listing.count(f"sequences {comparison.verdict}")
         if comparison.code is None:
             continue
