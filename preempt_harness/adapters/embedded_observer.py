@@ -59,7 +59,6 @@ class RecordingObserver(EngineObserver):
         self._tables: defaultdict[int, dict[str, list[int]]] = defaultdict(dict)
         self._names = _Names()
         self._pool_changed = False
-        self._host_free: list[int] = []  # the last recorded, kept once while it stays the same
         self.sink: Callable[[list[AnyEvent]], None] | None = None
 
     def take_events(self) -> list[AnyEvent]:
@@ -71,8 +70,6 @@ class RecordingObserver(EngineObserver):
     def record_pool(self, step_id: int, view: PoolView) -> None:
         """Record the full state of pool, queues and counters."""
         state = view.pool_state()
-        if state.host_free != self._host_free:
-            self._host_free = state.host_free
         self._add(
             record.PoolState(
                 step=step_id,
@@ -86,7 +83,7 @@ class RecordingObserver(EngineObserver):
                 waiting=state.waiting,
                 running=state.running,
                 num_host_blocks=state.num_host_blocks,
-                host_free=self._host_free,
+                host_free=state.host_free,
                 host_fenced=state.host_fenced,
                 host_blocks=state.host_blocks,
             )
