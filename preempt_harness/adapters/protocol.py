@@ -30,8 +30,10 @@ RECOMPUTE = "recompute"  # preempts by recompute
 SWAP = "swap"  # preempts by swap
 PREFIX_CACHING = "prefix_caching"
 CHUNKED_PREFILL = "chunked_prefill"
+MIXED_STEPS = "mixed_steps"  # a step decodes and prefills, each request as far as the budget goes
 SAMPLING = "sampling"  # temperature, top-k, top-p, seed
 LOGPROBS = "logprobs"
+STOP_TOKENS = "stop_tokens"  # `stop_token_ids`, and `min_tokens`
 STOP_STRINGS = "stop_strings"
 TEXT = "text"
 BLOCK_SIZE = "block_size"  # any block size; otherwise `block_sizes` of the adapter
@@ -67,8 +69,10 @@ CAPABILITIES = frozenset(
         SWAP,
         PREFIX_CACHING,
         CHUNKED_PREFILL,
+        MIXED_STEPS,
         SAMPLING,
         LOGPROBS,
+        STOP_TOKENS,
         STOP_STRINGS,
         TEXT,
         BLOCK_SIZE,

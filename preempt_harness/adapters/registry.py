@@ -17,6 +17,7 @@ DEFAULT_ADAPTER = "embedded"
 
 _SHIPPED = {
     "embedded": "preempt_harness.adapters.embedded:EmbeddedAdapter",
+    "nano-vllm-scheduler": "preempt_harness.adapters.nano_vllm_scheduler:NanoVllmSchedulerAdapter",
 }
 
 

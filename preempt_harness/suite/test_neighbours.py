@@ -57,7 +57,7 @@ def test_a_later_request_shares_the_victims_prefix(
 
 
 @CACHE
-@pytest.mark.preempt_requires("preempt", "stepped")
+@pytest.mark.preempt_requires("preempt", "stepped", "chunked_prefill")
 def test_a_later_request_shares_what_a_prefill_had_begun(
     preempt: PreemptHarness, prefix_caching: bool
 ) -> None:
@@ -169,7 +169,7 @@ def test_aborted_after_a_preemption(preempt: PreemptHarness, when: str) -> None:
     result.assert_clean()
 
 
-@pytest.mark.preempt_requires("abort", "preempt", "stepped")
+@pytest.mark.preempt_requires("abort", "preempt", "stepped", "chunked_prefill")
 def test_aborted_in_the_middle_of_its_prefill(preempt: PreemptHarness) -> None:
     """Blocks of a half computed prompt must not be found by the next request with that prompt."""
     block = block_size(preempt)
