@@ -33,8 +33,9 @@ CHUNKED_PREFILL = "chunked_prefill"
 MIXED_STEPS = "mixed_steps"  # a step decodes and prefills, each request as far as the budget goes
 SAMPLING = "sampling"  # temperature, top-k, top-p, seed
 LOGPROBS = "logprobs"
-STOP_TOKENS = "stop_tokens"  # `stop_token_ids`, and `min_tokens`
 STOP_STRINGS = "stop_strings"
+STOP_TOKENS = "stop_tokens"
+MIN_TOKENS = "min_tokens"
 TEXT = "text"
 BLOCK_SIZE = "block_size"  # any block size; otherwise `block_sizes` of the adapter
 BLOCK_REUSE_ORDER = "block_reuse_order"
@@ -72,8 +73,9 @@ CAPABILITIES = frozenset(
         MIXED_STEPS,
         SAMPLING,
         LOGPROBS,
-        STOP_TOKENS,
         STOP_STRINGS,
+        STOP_TOKENS,
+        MIN_TOKENS,
         TEXT,
         BLOCK_SIZE,
         BLOCK_REUSE_ORDER,

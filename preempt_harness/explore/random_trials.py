@@ -230,7 +230,7 @@ def random_features(source: random.Random, adapter: EngineAdapter) -> list[str]:
     needs = {
         "sampling": {protocol.SAMPLING},
         "operations": {protocol.ABORT, protocol.RESET_PREFIX_CACHE},
-        "stops": {protocol.STOP_TOKENS},
+        "stops": {protocol.STOP_TOKENS, protocol.MIN_TOKENS},
         "logprobs": {protocol.LOGPROBS},
         "outputs": {protocol.PARALLEL_SAMPLING},
         "beams": {protocol.BEAM_SEARCH},

@@ -31,7 +31,7 @@ ITEMS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "logprobs": (("logprobs",), {"logprobs": 4}),
     "prompt-logprobs": (("prompt_logprobs",), {"prompt_logprobs": 2, "logprobs": 1}),
     "logit-bias": (("logit_bias",), {"logit_bias": ((5, 6.0), (9, -8.0))}),
-    "min-tokens": (("stop_tokens",), {"min_tokens": 9, "stop_token_ids": tuple(range(4, 40))}),
+    "min-tokens": (("stop_tokens", "min_tokens"), {"min_tokens": 9, "stop_token_ids": tuple(range(4, 40))}),
     "stop-tokens": (("stop_tokens",), {"stop_token_ids": tuple(range(4, 8))}),
 }
 
@@ -93,7 +93,7 @@ def test_stop_string_over_a_preemption(preempt: PreemptHarness, length: int, mod
 
 @MODES
 @pytest.mark.preempt_requires(
-    "penalties", "logprobs", "prompt_logprobs", "logit_bias", "sampling", "stop_tokens"
+    "penalties", "logprobs", "prompt_logprobs", "logit_bias", "sampling", "min_tokens"
 )
 def test_everything_together_and_all_at_once(preempt: PreemptHarness, mode: str) -> None:
     require_mode(preempt, mode)
