@@ -37,7 +37,7 @@ class BaselineStore:
         roomy = Trial(
             engine=adapter.name,
             settings=roomy_settings(settings, workload, adapter),
-            workload=workload,
+            workload=without_preempting_operations(workload),
         )
         key = msgspec.msgpack.encode((roomy.engine, roomy.settings, roomy.workload))
         if key not in self._known:
@@ -56,6 +56,23 @@ def roomy_settings(
     room = KVBudget.roomy(workload, adapter.admission_model(settings))
     most = max((request.sampling.num_sequences for request in workload.requests), default=1)
     return msgspec.structs.replace(settings, num_blocks=room.num_blocks * most)
+
+
+def without_preempting_operations(workload: Workload) -> Workload:
+    """The workload with a plain cache reset wherever it resets running requests as well.
+
+    That reset preempts by design; the plain one makes the same content unfindable for later
+    requests.
+    """
+    return msgspec.structs.replace(
+        workload,
+        operations=[
+            msgspec.structs.replace(operation, kind="reset_prefix_cache")
+            if operation.kind == "reset_running_requests"
+            else operation
+            for operation in workload.operations
+        ],
+    )
 
 
 def output_lengths(baseline: Baseline) -> dict[str, int]:

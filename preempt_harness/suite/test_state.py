@@ -31,7 +31,10 @@ ITEMS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "logprobs": (("logprobs",), {"logprobs": 4}),
     "prompt-logprobs": (("prompt_logprobs",), {"prompt_logprobs": 2, "logprobs": 1}),
     "logit-bias": (("logit_bias",), {"logit_bias": ((5, 6.0), (9, -8.0))}),
-    "min-tokens": (("stop_tokens", "min_tokens"), {"min_tokens": 9, "stop_token_ids": tuple(range(4, 40))}),
+    "min-tokens": (
+        ("stop_tokens", "min_tokens"),
+        {"min_tokens": 9, "stop_token_ids": tuple(range(4, 40))},
+    ),
     "stop-tokens": (("stop_tokens",), {"stop_token_ids": tuple(range(4, 8))}),
 }
 
@@ -139,6 +142,7 @@ def test_reset_with_running_requests(preempt: PreemptHarness) -> None:
     )
     result = preempt.run(workload, "roomy", block_size=block)
     result.assert_preempted(at_least=3)
+    result.assert_matches_baseline()
     result.assert_clean()
 
 
@@ -154,6 +158,7 @@ def test_reset_while_requests_are_swapped_out(preempt: PreemptHarness) -> None:
     result = preempt.run(workload, plan="preempt-all@out=4:swap", block_size=block)
     result.assert_preempted(mode="swap")
     result.assert_preempted(mode="recompute", at_least=3)
+    result.assert_matches_baseline()
     result.assert_clean()
 
 
