@@ -252,6 +252,8 @@ def _check_capabilities(trial: Trial, plan: PreemptionPlan, adapter: EngineAdapt
         needed.add(protocol.RESET_PREFIX_CACHE)
     if "reset_running_requests" in kinds:
         needed.add(protocol.RESET_RUNNING_REQUESTS)
+    if "set_priority" in kinds:
+        needed.add(protocol.SET_PRIORITY)
     needed |= _engine_features(trial)
     lacking = sorted(needed - adapter.capabilities)
     if lacking:

@@ -45,7 +45,7 @@ class _Preemptions:
         self._branched: set[str] = set()
         self._num_tokens: Counter[str] = Counter()
         self._computed: dict[str, set[int]] = {}
-        self._in_flight: dict[int, dict[str, int]] = {}
+        self._in_flight: dict[int, dict[str, set[int]]] = {}
 
     def take(self, event: Event) -> None:
         if isinstance(event, Scheduled):
@@ -73,14 +73,16 @@ class _Preemptions:
         elif isinstance(event, StepLaunched | StepDone):
             self._judge_away(event.step)
             if isinstance(event, StepDone):
-                for seq, end in self._in_flight.pop(event.step, {}).items():
-                    self._computed[seq] = {end}
+                self._computed.update(self._in_flight.pop(event.step, {}))
 
     def _schedule(self, event: Scheduled) -> None:
         request = request_of(event.seq)
         self._scheduled_in[request] = event.step
-        self._in_flight.setdefault(event.step, {})[event.seq] = event.end
-        self._computed.setdefault(event.seq, set()).add(event.end)
+        # What lies beyond the known tokens is drafts, of which any number may be accepted.
+        first = min(event.end, max(event.start + 1, self._num_tokens[event.seq]))
+        ends = set(range(first, event.end + 1))
+        self._in_flight.setdefault(event.step, {})[event.seq] = ends
+        self._computed.setdefault(event.seq, set()).update(ends)
         if request in self._away:
             self._report_scheduled(event.step, request, self._away[request])
 

@@ -104,6 +104,9 @@ def _limited(
     source: random.Random, settings: EngineSettings, workload: Workload, adapter: EngineAdapter
 ) -> tuple[EngineSettings, Workload]:
     """What the workload asks for; and sometimes a max_model_len that ends requests early."""
+    if protocol.SET_PRIORITY not in adapter.capabilities:
+        kept = [item for item in workload.operations if item.kind != "set_priority"]
+        workload = msgspec.structs.replace(workload, operations=kept)
     branches = max(request.sampling.num_sequences for request in workload.requests)
     urgent = any(request.priority for request in workload.requests) or any(
         operation.kind == "set_priority" for operation in workload.operations

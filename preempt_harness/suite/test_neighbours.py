@@ -84,7 +84,7 @@ def test_a_later_request_shares_what_the_victim_had_computed(
     result.assert_clean()
 
 
-@pytest.mark.preempt_requires("preempt", "stepped", "chunked_prefill")
+@pytest.mark.preempt_requires("preempt", "stepped", "chunked_prefill", "mixed_steps")
 @pytest.mark.parametrize("num_blocks", ["roomy", 20])
 @pytest.mark.parametrize("phase", PHASES)
 def test_growing_requests_take_the_freed_blocks(
