@@ -163,7 +163,8 @@ class VllmSession:
             raise ValueError(f"{', '.join(unknown)}: no such option; known: {sorted(_OPTIONS)}")
         self._settings = settings
         num_drafts = options.get("num_speculative_tokens", 0)
-        room = (settings.num_blocks - 1) * settings.block_size  # vLLM asks that the model fit
+        # No request may outgrow the pool; its last token is never computed, and needs no slot.
+        room = (settings.num_blocks - 1) * settings.block_size + 1
         self._max_model_len = min(settings.max_model_len or room, room)
         self._config = _config(settings, self._max_model_len, options)
         self._queue_size = self._config.max_concurrent_batches
@@ -182,6 +183,7 @@ class VllmSession:
         self._drafts_wait = num_drafts > 0 and not options["async_scheduling"]
         self._held: list[Any] = []
         self._forced: set[str] = set()
+        self._counted_from: dict[str, int] = {}  # request -> step of its last preemption
         self._reason = "out_of_blocks"
         self._listen()
         self.info = SessionInfo(
@@ -220,8 +222,9 @@ class VllmSession:
         self._scheduler.add_request(made)
 
     def abort(self, request: str) -> None:
-        """Abort now."""
-        if self._log.tracks[request].finish_reason:
+        """Abort now; whoever has ended, or not arrived, is not concerned."""
+        track = self._log.tracks.get(request)
+        if track is None or track.finish_reason:
             return
         status = _vllm().RequestStatus.FINISHED_ABORTED
         self._log.aborted(request)
@@ -336,14 +339,11 @@ class VllmSession:
 
     def _late_rejections(self, name: str) -> int:
         """Drafts of a request that were rejected, and the scheduler has not heard of it."""
-        request = self._requests[name]
-        if (
-            request.num_computed_tokens == 0
-            or request.num_preemptions
-            and not request.num_in_flight_tokens
-        ):
-            return 0
-        return sum(launched.rejected.get(name, 0) for _, launched in self._in_flight)
+        return sum(
+            launched.rejected.get(name, 0)
+            for step, launched in self._in_flight
+            if step >= self._counted_from.get(name, 0)
+        )
 
     def _finish(self, step: int, launched: Launched) -> None:
         """Give the oldest step's output to the scheduler, and its outputs to the user."""
@@ -387,6 +387,7 @@ class VllmSession:
         def preempt(original: Callable[..., Any], request: Any, *rest: Any, **named: Any) -> None:
             computed, total = request.num_computed_tokens, request.num_tokens
             log.preempted(request.request_id, self._reason, computed, total)
+            self._counted_from[request.request_id] = log.step
             original(request, *rest, **named)
 
         def allocate(original: Callable[..., Any], request: Any, *rest: Any, **named: Any) -> Any:

@@ -159,7 +159,8 @@ class _Taking:
 def check_vain(record: TrialRecord) -> CheckResult:
     """A victim of a lack of blocks makes room: somebody gets blocks in the same step.
 
-    A request that needs a block and is the least urgent itself is its own victim; nobody gains.
+    A request that needs a block and is the least urgent itself is its own victim; nobody gains. It
+    needs slots for the token after those that are computed or on their way, and for its drafts.
     Blocks that are swapped out may be withheld until they are copied, so that they are had in the
     next step. One that needs blocks for several branches may find that those of all less urgent
     ones are not enough, and go itself; the log does not tell whether that could be foreseen.
@@ -168,6 +169,7 @@ def check_vain(record: TrialRecord) -> CheckResult:
     tables = SchedulerTables()
     steps: dict[int, _Taking] = {}
     swapping: set[int] = set()
+    num_drafts = record.header.config.get("num_speculative_tokens", 0)
     for event in record.events:
         if isinstance(event, BlocksAllocated):
             tables.allocate(event)
@@ -179,7 +181,8 @@ def check_vain(record: TrialRecord) -> CheckResult:
             lease = tables.leases.get(f"{event.request}.0")
             room = len(lease.blocks) * record.header.block_size if lease is not None else 0
             taking = steps.setdefault(event.step, _Taking())
-            taking.victims[event.request] = event.num_tokens > room
+            wanted = max(event.num_tokens, event.num_computed_tokens + 1) + num_drafts
+            taking.victims[event.request] = wanted > room
             if sum(request_of(seq) == event.request for seq in tables.leases) > 1:
                 taking.branched |= taking.victims[event.request]
             if event.mode == "swap":
