@@ -151,9 +151,15 @@ def _judge_livelock(
 
 
 def check_order(record: TrialRecord) -> CheckResult:
-    """After a preempt-all by recompute, requests of equal priority come back in arrival order."""
+    """After a preempt-all by recompute, requests of equal priority come back in arrival order.
+
+    One that had come back before may queue behind those that were admitted before its return:
+    engines keep the order of arrival or of admission, and both are fair.
+    """
     listing = Listing()
     arrival: dict[str, tuple[int, int]] = {}
+    returned: set[str] = set()
+    late: frozenset[str] = frozenset()
     group: list[str] = []
     waiting: set[str] = set()
     back: list[str] = []
@@ -164,17 +170,21 @@ def check_order(record: TrialRecord) -> CheckResult:
         elif isinstance(event, PlanApplied) and event.action.startswith(PREEMPT_ALL):
             all_in_step = event.step
             group, waiting, back = [], set(), []
+            late = frozenset(returned)
         elif isinstance(event, Preempted):
             if event.step == all_in_step and event.reason == "forced":
                 group.append(event.request)
                 waiting.add(event.request)
             else:
                 waiting.discard(event.request)
-        elif isinstance(event, Resumed) and event.request in waiting:
-            waiting.discard(event.request)
-            back.append(event.request)
-            listing.count("re-admissions judged")
-            _judge_order(event, group, back, arrival, listing)
+        elif isinstance(event, Resumed):
+            returned.add(event.request)
+            if event.request in waiting:
+                waiting.discard(event.request)
+                back.append(event.request)
+                listing.count("re-admissions judged")
+                if event.request not in late:
+                    _judge_order(event, group, back, arrival, listing)
     return listing.result("progress", "order")
 
 
