@@ -153,10 +153,14 @@ def _judge_livelock(
 def check_order(record: TrialRecord) -> CheckResult:
     """After a preempt-all by recompute, requests of equal priority come back in arrival order.
 
+    Requests whose priority is changed on the way are left out.
+
     One that had come back before may queue behind those that were admitted before its return:
     engines keep the order of arrival or of admission, and both are fair.
     """
     listing = Listing()
+    operations = read_workload(record).operations
+    changed = {item.request for item in operations if item.kind == "set_priority"}
     arrival: dict[str, tuple[int, int]] = {}
     returned: set[str] = set()
     late: frozenset[str] = frozenset()
@@ -172,6 +176,8 @@ def check_order(record: TrialRecord) -> CheckResult:
             group, waiting, back = [], set(), []
             late = frozenset(returned)
         elif isinstance(event, Preempted):
+            if event.request in changed:
+                continue
             if event.step == all_in_step and event.reason == "forced":
                 group.append(event.request)
                 waiting.add(event.request)

@@ -5,6 +5,8 @@ What a mixture is made of depends on what the engine can do.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from preempt_harness.adapters.protocol import EngineSettings
@@ -28,7 +30,7 @@ def test_mixture(preempt: PreemptHarness, seed: int) -> None:
     result.assert_clean()
 
 
-def _changes(settings: EngineSettings) -> dict[str, object]:
+def _changes(settings: EngineSettings) -> dict[str, Any]:
     return {
         name: getattr(settings, name)
         for name in (

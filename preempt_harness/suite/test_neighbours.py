@@ -94,16 +94,14 @@ def test_growing_requests_take_the_freed_blocks(
     block = block_size(preempt)
     growing = [request(preempt, f"c{index}", block + index, 6 * block) for index in range(4)]
     workload = together(growing, request(preempt, "victim", 8 * block, 3 * block))
-    options = (
-        {"block_reuse_order": "lifo"} if BLOCK_REUSE_ORDER in preempt.adapter.capabilities else {}
-    )
+    ordered = BLOCK_REUSE_ORDER in preempt.adapter.capabilities
     result = preempt.run(
         workload,
         num_blocks,
         plan=PHASES[phase],
         block_size=block,
         max_num_batched_tokens=2 * block + len(growing),
-        options=options,
+        options={"block_reuse_order": "lifo"} if ordered else {},
     )
     result.assert_preempted(request="victim", phase=phase)
     result.assert_matches_baseline()
@@ -127,7 +125,7 @@ def test_part_of_it_is_evicted_before_its_second_return(preempt: PreemptHarness)
 
 @pytest.mark.preempt_requires("prefix_caching")
 def test_equal_later_blocks_under_different_first_blocks(preempt: PreemptHarness) -> None:
-    """A prefix cache that forgets the parent of a block takes these prompts for one."""
+    """A hit on a later block must not hide that the first one differs, with room or without."""
     block = block_size(preempt)
     later = preempt.prompts.take(2 * block)
     workload = together(
@@ -138,7 +136,23 @@ def test_equal_later_blocks_under_different_first_blocks(preempt: PreemptHarness
             for index in range(3)
         ]
     )
-    result = preempt.run(workload, "tight", block_size=block)
+    result = preempt.run(workload, "tight", block_size=block, baseline="solo")
+    result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("prefix_caching")
+def test_a_prompt_that_begins_with_a_later_block_of_another(preempt: PreemptHarness) -> None:
+    """The same tokens at another place are another content, in either run."""
+    block = block_size(preempt)
+    text = preempt.prompts.take(4 * block)
+    workload = together(
+        request(preempt, "r0", text, 5 * block),
+        request(preempt, "r1", [*text[block:], text[0]], 5 * block, arrival_step=3),
+        request(preempt, "r2", [*text[2 * block :], text[0]], 5 * block, arrival_step=5),
+    )
+    result = preempt.run(workload, "tight", block_size=block, baseline="solo")
     result.assert_preempted()
     result.assert_matches_baseline()
     result.assert_clean()
