@@ -185,6 +185,7 @@ class VllmSession:
         self._forced: set[str] = set()
         self._counted_from: dict[str, int] = {}  # request -> step of its last preemption
         self._reason = "out_of_blocks"
+        self._admits = True  # in the next step
         self._listen()
         self.info = SessionInfo(
             config={
@@ -309,19 +310,28 @@ class VllmSession:
     # A step -------------------------------------------------------------------------------------
 
     def _force(self) -> None:
-        """Preempt those that were asked for, the last admitted first, as a reset does."""
+        """Preempt those that were asked for, the last admitted first, as a reset does.
+
+        The scheduler admits nobody in a step in which it preempts. Here that matters where output
+        is in flight: until it is there the victim cannot come back, and others would overtake it.
+        """
         self._reason = "forced"
+        self._admits = True
         for request in reversed(list(self._scheduler.running)):
             if request.request_id in self._forced:
                 self._scheduler.running.remove(request)
                 self._scheduler._preempt_request(request, time.monotonic())
+                self._admits = not request.num_stale_output_tokens and self._admits
         self._forced.clear()
         self._reason = "out_of_blocks"
 
     def _launch(self) -> None:
         """Schedule a step and compute it; what it gave stays in the queue."""
         step, log = self._log.step, self._log
+        if not self._admits:
+            self._scheduler.set_pause_state(_vllm().PauseState.PAUSED_NEW)
         output = self._scheduler.schedule()
+        self._scheduler.set_pause_state(_vllm().PauseState.UNPAUSED)
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -485,6 +495,7 @@ class _Names:
         from vllm.utils.hashing import sha256
         from vllm.v1 import kv_cache_interface, outputs, request
         from vllm.v1.core import kv_cache_utils
+        from vllm.v1.core.sched.interface import PauseState
         from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
         from vllm.v1.structured_output import StructuredOutputManager
 
@@ -507,6 +518,7 @@ class _Names:
         self.kv_cache_interface: Any = kv_cache_interface
         self.kv_cache_utils: Any = kv_cache_utils
         self.SamplingParams: Any = SamplingParams
+        self.PauseState: Any = PauseState
         self.ModelRunnerOutput: Any = outputs.ModelRunnerOutput
         self.DraftTokenIds: Any = outputs.DraftTokenIds
         self.Request: Any = request.Request

@@ -39,7 +39,7 @@ def request(
     )
 
 
-def chunks(preempt: PreemptHarness, num_tokens: int) -> dict[str, int]:
+def chunks(preempt: PreemptHarness, num_tokens: int) -> dict[str, Any]:
     """Settings with which a step computes so many tokens; none where prompts are never cut."""
     if protocol.CHUNKED_PREFILL not in preempt.adapter.capabilities:
         return {}
