@@ -49,6 +49,7 @@ _OBSERVED = (
     "Preempted",
     "Resumed",
     "Finished",
+    "Aborted",  # which nobody can be
     "PoolCounts",
     "PoolState",
     "StepLaunched",
