@@ -19,6 +19,7 @@ from typing import Any
 
 from preempt_harness import record
 from preempt_harness.adapters import protocol
+from preempt_harness.adapters.nano_vllm_issues import ISSUES, VERSION
 from preempt_harness.adapters.nano_vllm_source import (
     PACKAGE,
     PATH_VARIABLE,
@@ -66,7 +67,12 @@ class NanoVllmSchedulerAdapter:
     models: tuple[str, ...] = ("exact",)
     block_sizes: tuple[int, ...] = (4, 8, 16, 32, 256)
     isolation = "process"
-    known_issues: tuple[KnownIssue, ...] = ()
+
+    @property
+    def known_issues(self) -> tuple[KnownIssue, ...]:
+        """Of the released package; of a checkout nothing is known."""
+        source = find_source()
+        return ISSUES if source is not None and source[1] == VERSION else ()
 
     @property
     def capabilities(self) -> frozenset[str]:
