@@ -54,12 +54,14 @@ def drawn_trial(seed: int, adapter: EngineAdapter, *, clean: bool) -> Trial:
     options = OPTIONS.get(adapter.name, lambda _: {})(source)
     drafts = options.get("num_speculative_tokens", 0)
     assert isinstance(drafts, int)
+    # Below, vLLM 0.33 waits for ever for a step that holds a token and its drafts.
+    budget = max(settings.max_num_batched_tokens, 1 + drafts)
     settings = msgspec.structs.replace(
         settings,
         options=options,
         enable_prefix_caching=source.random() < 0.6,
-        # Below, vLLM 0.33 waits for ever for a step that holds a token and its drafts.
-        max_num_batched_tokens=max(settings.max_num_batched_tokens, 1 + drafts),
+        max_num_batched_tokens=budget,
+        max_num_seqs=min(settings.max_num_seqs, budget),  # every engine decodes one token each
     )
     trial = random_trial(
         seed, adapter, model="exact", max_requests=6, max_tokens=24, settings=settings

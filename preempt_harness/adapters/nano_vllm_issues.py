@@ -33,8 +33,6 @@ _TWICE = (
 _NOTHING_SCHEDULED = (
     "test_a_prompt_larger_than_the_pool_ends_alone",
     "test_mixture[1]",
-    "test_mixture[4]",
-    "test_mixture[6]",
     "test_mixture[8]",
     "test_mixture[11]",
 )

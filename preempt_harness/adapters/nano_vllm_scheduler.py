@@ -489,6 +489,12 @@ def _last_tokens(rows: Sequence[Row], tokens: list[int]) -> list[int]:
     They are those of the last of all tokens up to the sequence's end, which is another sequence's
     where it has none of its own; before the first stands the last, by Python's index -1.
     """
+    if not tokens:
+        cached = ", ".join(row.seq.removesuffix(".0") for row in rows)
+        raise IndexError(
+            f"the step computes no token, and there are no logits to take: the prefix cache holds "
+            f"all tokens of {cached}"
+        )
     chosen, index = [], -1
     for row in rows:
         index += bool(row.token_ids)

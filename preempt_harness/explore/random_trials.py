@@ -41,6 +41,7 @@ from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
 
 _BLOCK_SIZES = (1, 2, 3, 4, 4, 4, 8, 16)
 _TOKEN_BUDGETS = (3, 7, 16, 64, 2048)
+_ANY_PROMPT = 1 << 16  # tokens; more than any drawn request has
 ACTION_KINDS = ("output", "computed", "resume", "all", "squeeze", "abort", "random")
 """What a random plan is made of."""
 
@@ -200,7 +201,7 @@ def random_settings(source: random.Random, adapter: EngineAdapter, model: str) -
         num_blocks=1,
         block_size=source.choice(adapter.block_sizes or _BLOCK_SIZES),
         max_num_batched_tokens=(
-            source.choice(_TOKEN_BUDGETS) if protocol.CHUNKED_PREFILL in able else 2048
+            source.choice(_TOKEN_BUDGETS) if protocol.CHUNKED_PREFILL in able else _ANY_PROMPT
         ),
         max_num_seqs=source.choice((1, 2, 4, 256)),
         watermark=source.choice(_WATERMARKS) if protocol.WATERMARK in able else 0.0,
