@@ -192,6 +192,7 @@ class VllmSession:
                 "max_num_batched_tokens": limits.max_num_batched_tokens,
                 "max_num_seqs": limits.max_num_seqs,
                 "max_model_len": self._max_model_len,
+                "reserved_blocks": 1,
                 "enable_prefix_caching": settings.enable_prefix_caching,
                 "scheduling_policy": settings.scheduling_policy,
                 "watermark": settings.watermark,

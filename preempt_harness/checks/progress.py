@@ -2,10 +2,11 @@
 
 All bounds are formulas over the planned work and are printed with the finding. They assume what
 every working scheduler grants: the oldest request is never a victim, so it computes something in
-every step; and what the plan forces is paid for separately.
+every step; and what the plan forces is paid for separately. Where prefills and decodes share no
+step, so is every preemption: what it lost is computed while the others stand still.
 
     t_r = ceil((P_r + O_r) / c)       steps that compute request r from nothing; c = token budget
-    steps <= last arrival + sum_r (t_r + O_r + 2) + forced preemptions * (max_r t_r + 2) + exempt
+    steps <= last arrival + sum_r (t_r + O_r + 2) + preemptions * (max_r t_r + 2) + exempt
     K      = sum_r (t_r + 2) + 2      in so many steps somebody gets further than ever before
 
 Steps in which the harness holds blocks are exempt. A forced preemption starts K anew.
@@ -70,17 +71,18 @@ def step_bounds(record: TrialRecord) -> StepBounds:
         for spec in specs.values()
     )
     last_arrival = max((spec.arrival_step for spec in specs.values()), default=0)
-    forced = sum(
-        isinstance(event, Preempted) and event.reason == "forced" for event in record.events
-    )
+    preemptions = [event for event in record.events if isinstance(event, Preempted)]
+    if _mixes(record.header):
+        preemptions = [event for event in preemptions if event.reason == "forced"]
     again = max(times, default=0) + _SPARE
     exempt = len(_exempt_steps(record))
     stall = sum(time + _SPARE for time in times) + _SPARE
     return StepBounds(
-        total=last_arrival + work + forced * again + exempt,
+        total=last_arrival + work + len(preemptions) * again + exempt,
         stall=stall,
         formula=(
-            f"last arrival {last_arrival} + work {work} + {forced} forced preemptions * {again} "
+            f"last arrival {last_arrival} + work {work} + {len(preemptions)} preemptions that "
+            f"stop the others * {again} "
             f"+ {exempt} steps with held blocks"
         ),
         stall_formula=f"sum of {sum(times)} steps of computing anew and {_SPARE} per request",
@@ -111,8 +113,22 @@ def check_steps(record: TrialRecord) -> CheckResult:
 
 
 def _exempt_steps(record: TrialRecord) -> set[int]:
-    """Steps in which the harness held blocks: nobody is blamed for standing still."""
-    return {event.step for event in record.events if isinstance(event, PoolCounts) and event.held}
+    """Steps in which the harness held blocks: nobody is blamed for standing still.
+
+    What the engine keeps for itself, such as a null block, is always held.
+    """
+    own = record.header.config.get("reserved_blocks", 0)
+    return {
+        event.step for event in record.events if isinstance(event, PoolCounts) and event.held > own
+    }
+
+
+def _mixes(header: Header) -> bool:
+    """Whether a step that computes a lost prefill anew still serves the others.
+
+    A record that lists no capabilities is held to the stricter bound.
+    """
+    return not header.capabilities or "mixed_steps" in header.capabilities
 
 
 def _judge_livelock(
