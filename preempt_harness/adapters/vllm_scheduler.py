@@ -12,6 +12,7 @@ import platform
 import random
 import tempfile
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -530,7 +531,9 @@ class _Names:
 
 @lru_cache(maxsize=1)
 def _vllm() -> _Names:
-    return _Names()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what libraries deprecate is not the user's to mend
+        return _Names()
 
 
 @lru_cache(maxsize=1)

@@ -14,6 +14,7 @@ Steps in which the harness holds blocks are exempt. A forced preemption starts K
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from preempt_harness.checks.delivery import read_workload, workload_of
@@ -30,6 +31,7 @@ from preempt_harness.record import (
     Preempted,
     Resumed,
     Scheduled,
+    TokensDelivered,
     TrialRecord,
 )
 from preempt_harness.workload import RequestSpec
@@ -135,15 +137,21 @@ def _judge_livelock(
     record: TrialRecord, bounds: StepBounds, exempt: set[int], listing: Listing
 ) -> None:
     high_water: dict[str, int] = {}
+    known: Counter[str] = Counter()  # tokens of prompt and output; drafts are no progress
+    drafts = record.header.config.get("num_speculative_tokens", 0)
     live: dict[str, None] = {}
     stalled: set[int] = set()
     moved_in = -1
     for event in record.events:
         rises = False
         if isinstance(event, Scheduled):
-            rises = event.end > high_water.get(event.seq, 0)
-            high_water[event.seq] = max(event.end, high_water.get(event.seq, 0))
+            end = min(event.end, known[event.seq]) if drafts else event.end
+            rises = end > high_water.get(event.seq, 0)
+            high_water[event.seq] = max(end, high_water.get(event.seq, 0))
+        elif isinstance(event, TokensDelivered):
+            known[event.seq] += len(event.token_ids)
         elif isinstance(event, Arrived):
+            known[f"{event.request}.0"] = len(event.prompt_token_ids)
             live[event.request] = None
             rises = True
         elif isinstance(event, Finished | Aborted):
