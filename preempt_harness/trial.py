@@ -172,7 +172,8 @@ class _Run:
 
     def _take(self, events: Sequence[AnyEvent]) -> None:
         self.events += events
-        self._views.apply(events)
+        if not self._plan_runner.is_over:
+            self._views.apply(events)
 
     def _operate(self, operation: Operation) -> None:
         if operation.kind == "abort":

@@ -324,7 +324,7 @@ class Log:
                 cached=cached,
                 held=held,
                 fenced=[],
-                ref_counts=dict(ref_counts),
+                ref_counts=[ref_counts.get(block, 0) for block in range(num_blocks)],
                 tables={f"{name}.0": list(table) for name, table in tables.items() if table},
                 waiting=waiting,
                 running=running,

@@ -14,12 +14,11 @@ Steps in which the harness holds blocks are exempt. A forced preemption starts K
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
-from preempt_harness.checks.delivery import read_workload, workload_of
 from preempt_harness.checks.finding import CheckResult, Code, Listing
 from preempt_harness.checks.tables import num_blocks_for
+from preempt_harness.checks.trace import Batch, DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
     Aborted,
     Arrived,
@@ -30,14 +29,15 @@ from preempt_harness.record import (
     PoolCounts,
     Preempted,
     Resumed,
-    Scheduled,
-    TokensDelivered,
     TrialRecord,
 )
 from preempt_harness.workload import RequestSpec
 
 PREEMPT_ALL = "preempt-all"
 """How an applied plan action that preempts everybody begins."""
+
+_BEGINNINGS = frozenset({Arrived, Finished, Aborted, Preempted})
+"""What can begin the count of stalled steps anew, besides rows that go further than ever."""
 
 _SPARE = 2  # steps: one for the preempting step, which admits nobody, one in flight
 
@@ -61,8 +61,12 @@ class StepBounds:
 
 def step_bounds(record: TrialRecord) -> StepBounds:
     """Bounds by formula over the planned work of a record."""
-    specs = workload_of(record)
-    budget = record.header.config.get("max_num_batched_tokens")
+    return _bounds(Trace(record))
+
+
+def _bounds(trace: Trace) -> StepBounds:
+    specs = trace.specs
+    budget = trace.header.config.get("max_num_batched_tokens")
     chunk = budget if isinstance(budget, int) else 1
     times = [
         num_blocks_for(spec.num_prompt_tokens + spec.sampling.max_tokens, chunk)
@@ -73,11 +77,11 @@ def step_bounds(record: TrialRecord) -> StepBounds:
         for spec in specs.values()
     )
     last_arrival = max((spec.arrival_step for spec in specs.values()), default=0)
-    preemptions = [event for event in record.events if isinstance(event, Preempted)]
-    if _mixes(record.header):
+    preemptions = trace.of(Preempted)
+    if _mixes(trace.header):
         preemptions = [event for event in preemptions if event.reason == "forced"]
     again = max(times, default=0) + _SPARE
-    exempt = len(_exempt_steps(record))
+    exempt = len(_exempt_steps(trace))
     stall = sum(time + _SPARE for time in times) + _SPARE
     return StepBounds(
         total=last_arrival + work + len(preemptions) * again + exempt,
@@ -91,15 +95,14 @@ def step_bounds(record: TrialRecord) -> StepBounds:
     )
 
 
-def check_steps(record: TrialRecord) -> CheckResult:
+def check_steps(trace: Trace) -> CheckResult:
     """Total number of steps, and no livelock."""
-    if "squeeze" in record.header.plan and "PoolCounts" not in record.header.observed:
+    if "squeeze" in trace.header.plan and not trace.sees("PoolCounts"):
         reason = "the plan holds blocks, and without PoolCounts it cannot be seen for how long"
         return CheckResult(check="progress", part="steps", not_observable=reason)
     listing = Listing()
-    bounds = step_bounds(record)
-    exempt = _exempt_steps(record)
-    last = max((event.step for event in record.events), default=0)
+    bounds = _bounds(trace)
+    last = max((batch.step for batch in trace.batches), default=0)
     listing.count("steps", last + 1)
     listing.count("step bound", bounds.total)
     listing.count("stall bound K", bounds.stall)
@@ -110,19 +113,17 @@ def check_steps(record: TrialRecord) -> CheckResult:
             f"the trial takes {last + 1} steps, its planned work at most {bounds.total} "
             f"({bounds.formula})",
         )
-    _judge_livelock(record, bounds, exempt, listing)
+    _judge_livelock(trace, bounds, listing)
     return listing.result("progress", "steps")
 
 
-def _exempt_steps(record: TrialRecord) -> set[int]:
+def _exempt_steps(trace: Trace) -> set[int]:
     """Steps in which the harness held blocks: nobody is blamed for standing still.
 
     What the engine keeps for itself, such as a null block, is always held.
     """
-    own = record.header.config.get("reserved_blocks", 0)
-    return {
-        event.step for event in record.events if isinstance(event, PoolCounts) and event.held > own
-    }
+    own = trace.header.config.get("reserved_blocks", 0)
+    return {event.step for event in trace.of(PoolCounts) if event.held > own}
 
 
 def _mixes(header: Header) -> bool:
@@ -133,32 +134,21 @@ def _mixes(header: Header) -> bool:
     return not header.capabilities or "mixed_steps" in header.capabilities
 
 
-def _judge_livelock(
-    record: TrialRecord, bounds: StepBounds, exempt: set[int], listing: Listing
-) -> None:
+def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
     high_water: dict[str, int] = {}
-    known: Counter[str] = Counter()  # tokens of prompt and output; drafts are no progress
-    drafts = record.header.config.get("num_speculative_tokens", 0)
+    drafts = trace.header.config.get("num_speculative_tokens", 0)
     live: dict[str, None] = {}
+    exempt = _exempt_steps(trace)
     stalled: set[int] = set()
     moved_in = -1
-    for event in record.events:
+    for event in trace.batches:
         rises = False
-        if isinstance(event, Scheduled):
-            end = min(event.end, known[event.seq]) if drafts else event.end
-            rises = end > high_water.get(event.seq, 0)
-            high_water[event.seq] = max(end, high_water.get(event.seq, 0))
-        elif isinstance(event, TokensDelivered):
-            known[event.seq] += len(event.token_ids)
-        elif isinstance(event, Arrived):
-            known[f"{event.request}.0"] = len(event.prompt_token_ids)
-            live[event.request] = None
-            rises = True
-        elif isinstance(event, Finished | Aborted):
-            live.pop(event.request, None)
-            rises = True
-        elif isinstance(event, Preempted):
-            rises = event.reason == "forced"
+        if isinstance(event, ScheduledRows):
+            rises = not drafts and _raise_high_water(event, high_water)
+        elif drafts and isinstance(event, DeliveredRows):
+            rises = True  # a step's end tells nothing of progress: it may be drafts
+        elif type(event) in _BEGINNINGS:
+            rises = _begins_anew(event, live)
         if rises or not live:
             stalled.clear()
             moved_in = event.step
@@ -174,17 +164,36 @@ def _judge_livelock(
             return
 
 
-def check_order(record: TrialRecord) -> CheckResult:
+def _begins_anew(event: Batch, live: dict[str, None]) -> bool:
+    """Whether the event begins the count of stalled steps anew; keeps the live requests."""
+    if isinstance(event, Arrived):
+        live[event.request] = None
+    elif isinstance(event, (Finished, Aborted)):
+        live.pop(event.request, None)
+    else:
+        return isinstance(event, Preempted) and event.reason == "forced"
+    return True
+
+
+def _raise_high_water(rows: ScheduledRows, high_water: dict[str, int]) -> bool:
+    """Whether any row goes further than its sequence ever went."""
+    rises = False
+    for seq, end in zip(rows.seqs, rows.ends, strict=True):
+        if end > high_water.get(seq, 0):
+            high_water[seq] = end
+            rises = True
+    return rises
+
+
+def check_order(trace: Trace) -> CheckResult:
     """After a preempt-all by recompute, requests of equal priority come back in arrival order.
 
-    Requests whose priority is changed on the way are left out.
-
-    One that had come back before may queue behind those that were admitted before its return:
-    engines keep the order of arrival or of admission, and both are fair.
+    Requests whose priority is changed on the way are left out. One that had come back before may
+    queue behind those that were admitted before its return: engines keep the order of arrival or of
+    admission, and both are fair.
     """
     listing = Listing()
-    operations = read_workload(record).operations
-    changed = {item.request for item in operations if item.kind == "set_priority"}
+    changed = {item.request for item in trace.workload.operations if item.kind == "set_priority"}
     arrival: dict[str, tuple[int, int]] = {}
     returned: set[str] = set()
     late: frozenset[str] = frozenset()
@@ -192,13 +201,14 @@ def check_order(record: TrialRecord) -> CheckResult:
     waiting: set[str] = set()
     back: list[str] = []
     all_in_step: int | None = None
-    for event in record.events:
+    for event in trace.of(Arrived, PlanApplied, Preempted, Resumed):
         if isinstance(event, Arrived):
             arrival[event.request] = (event.priority, len(arrival))
-        elif isinstance(event, PlanApplied) and event.action.startswith(PREEMPT_ALL):
-            all_in_step = event.step
-            group, waiting, back = [], set(), []
-            late = frozenset(returned)
+        elif isinstance(event, PlanApplied):
+            if event.action.startswith(PREEMPT_ALL):
+                all_in_step = event.step
+                group, waiting, back = [], set(), []
+                late = frozenset(returned)
         elif isinstance(event, Preempted):
             if event.request in changed:
                 continue
@@ -207,14 +217,15 @@ def check_order(record: TrialRecord) -> CheckResult:
                 waiting.add(event.request)
             else:
                 waiting.discard(event.request)
-        elif isinstance(event, Resumed):
+        else:
             returned.add(event.request)
-            if event.request in waiting:
-                waiting.discard(event.request)
-                back.append(event.request)
-                listing.count("re-admissions judged")
-                if event.request not in late:
-                    _judge_order(event, group, back, arrival, listing)
+            if event.request not in waiting:
+                continue
+            waiting.discard(event.request)
+            back.append(event.request)
+            listing.count("re-admissions judged")
+            if event.request not in late:
+                _judge_order(event, group, back, arrival, listing)
     return listing.result("progress", "order")
 
 
@@ -239,15 +250,14 @@ def _judge_order(
             )
 
 
-def check_ends(record: TrialRecord) -> CheckResult:
+def check_ends(trace: Trace) -> CheckResult:
     """Every request ends; one that can never run ends with an error, and alone."""
     listing = Listing()
-    specs = workload_of(record)
-    if any(isinstance(event, EngineError) for event in record.events):
+    record, specs = trace.record, trace.specs
+    if trace.has(EngineError):
         return listing.result("progress", "ends")
-    aborted = {event.request for event in record.events if isinstance(event, Aborted)}
-    operations = read_workload(record).operations
-    aborted |= {item.request for item in operations if item.kind == "abort"}
+    aborted = {event.request for event in trace.of(Aborted)}
+    aborted |= {item.request for item in trace.workload.operations if item.kind == "abort"}
     for request, spec in specs.items():
         if request in aborted:
             continue
