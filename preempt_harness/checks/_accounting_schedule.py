@@ -66,7 +66,7 @@ class _Preemptions:
         self._branched: set[str] = set()
         self._num_tokens: Counter[str] = Counter()
         self._computed: dict[str, set[int]] = {}
-        self._in_flight: dict[int, dict[str, int]] = {}
+        self._in_flight: dict[int, dict[str, set[int]]] = {}
         self._requests = RequestNames()
 
     def take(self, event: Batch) -> None:
@@ -79,8 +79,7 @@ class _Preemptions:
             self._judge_away(event.step)
         elif isinstance(event, StepDone):
             self._judge_away(event.step)
-            for seq, end in self._in_flight.pop(event.step, {}).items():
-                self._computed[seq] = {end}
+            self._computed.update(self._in_flight.pop(event.step, {}))
         elif isinstance(event, BlocksAllocated):
             if event.seq not in self._tables.leases:
                 self._computed[event.seq] = {event.num_cached * self._block_size}
@@ -107,12 +106,14 @@ class _Preemptions:
         self._scheduled_in.update(dict.fromkeys(requests, rows.step))
         ends = self._in_flight.setdefault(rows.step, {})
         computed = self._computed
-        for seq, end in zip(rows.seqs, rows.ends, strict=True):
-            ends[seq] = end
+        for seq, start, end in zip(rows.seqs, rows.starts, rows.ends, strict=True):
+            # What lies beyond the known tokens is drafts, of which any number may be accepted.
+            first = min(end, max(start + 1, self._num_tokens[seq]))
+            ends[seq] = set(range(first, end + 1))
             if seq in computed:
-                computed[seq].add(end)
+                computed[seq] |= ends[seq]
             else:
-                computed[seq] = {end}
+                computed[seq] = set(ends[seq])
         if not self._away.keys().isdisjoint(requests):
             for request in dict.fromkeys(map(request_of, rows.seqs)):
                 if request in self._away:

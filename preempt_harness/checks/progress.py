@@ -2,10 +2,11 @@
 
 All bounds are formulas over the planned work and are printed with the finding. They assume what
 every working scheduler grants: the oldest request is never a victim, so it computes something in
-every step; and what the plan forces is paid for separately.
+every step; and what the plan forces is paid for separately. Where prefills and decodes share no
+step, so is every preemption: what it lost is computed while the others stand still.
 
     t_r = ceil((P_r + O_r) / c)       steps that compute request r from nothing; c = token budget
-    steps <= last arrival + sum_r (t_r + O_r + 2) + forced preemptions * (max_r t_r + 2) + exempt
+    steps <= last arrival + sum_r (t_r + O_r + 2) + preemptions * (max_r t_r + 2) + exempt
     K      = sum_r (t_r + 2) + 2      in so many steps somebody gets further than ever before
 
 Steps in which the harness holds blocks are exempt. A forced preemption starts K anew.
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 from preempt_harness.checks.finding import CheckResult, Code, Listing
 from preempt_harness.checks.tables import num_blocks_for
-from preempt_harness.checks.trace import Batch, ScheduledRows, Trace
+from preempt_harness.checks.trace import Batch, DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
     Aborted,
     Arrived,
@@ -76,15 +77,18 @@ def _bounds(trace: Trace) -> StepBounds:
         for spec in specs.values()
     )
     last_arrival = max((spec.arrival_step for spec in specs.values()), default=0)
-    forced = sum(event.reason == "forced" for event in trace.of(Preempted))
+    preemptions = trace.of(Preempted)
+    if _mixes(trace.header):
+        preemptions = [event for event in preemptions if event.reason == "forced"]
     again = max(times, default=0) + _SPARE
     exempt = len(_exempt_steps(trace))
     stall = sum(time + _SPARE for time in times) + _SPARE
     return StepBounds(
-        total=last_arrival + work + forced * again + exempt,
+        total=last_arrival + work + len(preemptions) * again + exempt,
         stall=stall,
         formula=(
-            f"last arrival {last_arrival} + work {work} + {forced} forced preemptions * {again} "
+            f"last arrival {last_arrival} + work {work} + {len(preemptions)} preemptions that "
+            f"stop the others * {again} "
             f"+ {exempt} steps with held blocks"
         ),
         stall_formula=f"sum of {sum(times)} steps of computing anew and {_SPARE} per request",
@@ -114,12 +118,25 @@ def check_steps(trace: Trace) -> CheckResult:
 
 
 def _exempt_steps(trace: Trace) -> set[int]:
-    """Steps in which the harness held blocks: nobody is blamed for standing still."""
-    return {event.step for event in trace.of(PoolCounts) if event.held}
+    """Steps in which the harness held blocks: nobody is blamed for standing still.
+
+    What the engine keeps for itself, such as a null block, is always held.
+    """
+    own = trace.header.config.get("reserved_blocks", 0)
+    return {event.step for event in trace.of(PoolCounts) if event.held > own}
+
+
+def _mixes(header: Header) -> bool:
+    """Whether a step that computes a lost prefill anew still serves the others.
+
+    A record that lists no capabilities is held to the stricter bound.
+    """
+    return not header.capabilities or "mixed_steps" in header.capabilities
 
 
 def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
     high_water: dict[str, int] = {}
+    drafts = trace.header.config.get("num_speculative_tokens", 0)
     live: dict[str, None] = {}
     exempt = _exempt_steps(trace)
     stalled: set[int] = set()
@@ -127,7 +144,9 @@ def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
     for event in trace.batches:
         rises = False
         if isinstance(event, ScheduledRows):
-            rises = _raise_high_water(event, high_water)
+            rises = not drafts and _raise_high_water(event, high_water)
+        elif drafts and isinstance(event, DeliveredRows):
+            rises = True  # a step's end tells nothing of progress: it may be drafts
         elif type(event) in _BEGINNINGS:
             rises = _begins_anew(event, live)
         if rises or not live:
@@ -169,11 +188,15 @@ def _raise_high_water(rows: ScheduledRows, high_water: dict[str, int]) -> bool:
 def check_order(trace: Trace) -> CheckResult:
     """After a preempt-all by recompute, requests of equal priority come back in arrival order.
 
-    Requests whose priority is changed on the way are left out.
+    Requests whose priority is changed on the way are left out. One that had come back before may
+    queue behind those that were admitted before its return: engines keep the order of arrival or of
+    admission, and both are fair.
     """
     listing = Listing()
     changed = {item.request for item in trace.workload.operations if item.kind == "set_priority"}
     arrival: dict[str, tuple[int, int]] = {}
+    returned: set[str] = set()
+    late: frozenset[str] = frozenset()
     group: list[str] = []
     waiting: set[str] = set()
     back: list[str] = []
@@ -185,6 +208,7 @@ def check_order(trace: Trace) -> CheckResult:
             if event.action.startswith(PREEMPT_ALL):
                 all_in_step = event.step
                 group, waiting, back = [], set(), []
+                late = frozenset(returned)
         elif isinstance(event, Preempted):
             if event.request in changed:
                 continue
@@ -193,11 +217,15 @@ def check_order(trace: Trace) -> CheckResult:
                 waiting.add(event.request)
             else:
                 waiting.discard(event.request)
-        elif event.request in waiting:
+        else:
+            returned.add(event.request)
+            if event.request not in waiting:
+                continue
             waiting.discard(event.request)
             back.append(event.request)
             listing.count("re-admissions judged")
-            _judge_order(event, group, back, arrival, listing)
+            if event.request not in late:
+                _judge_order(event, group, back, arrival, listing)
     return listing.result("progress", "order")
 
 

@@ -167,6 +167,7 @@ def check_vain(trace: Trace) -> CheckResult:
     """A victim of a lack of blocks makes room: somebody gets blocks in the same step.
 
     A request that needs a block and is the least urgent itself is its own victim; nobody gains.
+    It needs slots for the token after those that are computed or on their way, and for its drafts.
     Where blocks are swapped out, freed ones may be withheld until they are copied, so that they are
     had in the next step, unless the plan or the user takes that request away before. What several
     branches of one victim needed, copies of shared blocks included, the log does not tell; such a
@@ -176,6 +177,7 @@ def check_vain(trace: Trace) -> CheckResult:
     tables = SchedulerTables()
     steps: dict[int, _Taking] = {}
     swapping: set[int] = set()
+    num_drafts = trace.header.config.get("num_speculative_tokens", 0)
     for event in trace.of(
         BlocksAllocated, BlocksFreed, Forked, SwappedOut, Aborted, PlanApplied, Preempted
     ):
@@ -196,7 +198,8 @@ def check_vain(trace: Trace) -> CheckResult:
             room = len(lease.blocks) * trace.header.block_size if lease is not None else 0
             taking = steps.setdefault(event.step, _Taking())
             branches = sum(request_of(seq) == event.request for seq in tables.leases)
-            taking.victims[event.request] = branches > 1 or event.num_tokens > room
+            wanted = max(event.num_tokens, event.num_computed_tokens + 1) + num_drafts
+            taking.victims[event.request] = branches > 1 or wanted > room
         elif isinstance(event, BlocksFreed):
             tables.free(event)
         elif isinstance(event, Forked):
