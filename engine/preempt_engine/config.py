@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from preempt_engine.errors import ConfigError
+from preempt_engine.spec_decode.config import SpeculativeConfig
 
 BlockReuseOrder = Literal["fifo", "lifo", "random"]
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -54,6 +56,8 @@ class EngineConfig:
         swap_space_bytes: the same in bytes, for each rank. With neither, preemption_mode="swap"
             takes 4 GiB (256 MiB on a CPU), and "recompute" none.
         enable_prefix_caching: keep full blocks findable by content.
+        speculative_config: how tokens are drafted ahead, see `SpeculativeConfig`, of which a
+            dictionary names fields; None drafts nothing.
         enforce_eager: never capture CUDA graphs.
         tensor_parallel_size: number of ranks.
         seed: of everything random in the engine.
@@ -88,6 +92,7 @@ class EngineConfig:
     swap_space_blocks: int | None = None
     swap_space_bytes: int | None = None
     enable_prefix_caching: bool = True
+    speculative_config: SpeculativeConfig | None = None
     enforce_eager: bool = True
     tensor_parallel_size: int = 1
     seed: int = 0
@@ -115,6 +120,11 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, get_args(Dtype))
         _check_choice("preemption_mode", self.preemption_mode, get_args(PreemptionMode))
         _check_swap_space(self.swap_space_blocks, self.swap_space_bytes)
+        if not isinstance(self.speculative_config, SpeculativeConfig | None):
+            raise ConfigError(
+                f"speculative_config={self.speculative_config!r} is no configuration.",
+                'Give {"method": "ngram", "num_speculative_tokens": 3}, for instance.',
+            )
         _check_choice("block_reuse_order", self.block_reuse_order, get_args(BlockReuseOrder))
         if not 32 <= self.exact_vocab_size <= 256:
             raise ConfigError(
@@ -131,6 +141,12 @@ class EngineConfig:
         for name in ("worker_timeout_s", "worker_start_timeout_s"):
             _check_seconds(name, getattr(self, name))
         _check_worker_hooks(self.worker_hooks)
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Most drafts of a sequence in one step; 0 without speculation."""
+        speculative = self.speculative_config
+        return 0 if speculative is None else speculative.num_speculative_tokens
 
     @property
     def is_exact(self) -> bool:
@@ -164,6 +180,10 @@ class EngineConfig:
         hooks = kwargs.get("worker_hooks")
         if isinstance(hooks, list):  # as plain data from a file has it
             kwargs = kwargs | {"worker_hooks": tuple(hooks)}
+        speculative = kwargs.get("speculative_config")
+        if isinstance(speculative, Mapping):
+            made = SpeculativeConfig.from_mapping(speculative)
+            kwargs = kwargs | {"speculative_config": made}
         return cls(model=model, **kwargs)
 
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from preempt_engine.batch import (
     Params,
@@ -48,6 +48,7 @@ from preempt_engine.sampling.recipes import ProcessorRecipe, RecipeBook
 from preempt_engine.sampling.sampler import SampledToken, SampleRequest, sample
 from preempt_engine.scheduler import Counters, Scheduler
 from preempt_engine.sequence import Request, Sequence
+from preempt_engine.spec_decode.speculator import Speculator, make_speculator
 from preempt_engine.step import LogitsBatch, SchedulerOutput, SequenceKey, StepHandle
 from preempt_engine.stream import DeltaReader
 from preempt_engine.tokenizer import ExactTokenizer, HFTokenizer, Tokenizer
@@ -58,6 +59,10 @@ from preempt_engine.worker.hooks import run_worker_hooks
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+
+Wanted: TypeAlias = tuple[Request, Sequence, SampleRequest]
+"""A token to choose, and for whom."""
 
 
 class LLM:
@@ -96,6 +101,7 @@ class LLM:
         self._scorings: dict[str, _Scoring] = {}
         self._ended_early: list[RequestOutput] = []
         self._streamed: list[RequestOutput] = []
+        self._speculator: Speculator | None = None
         self._closed = False
         try:
             self._begin(preemption_controller, observer)
@@ -331,6 +337,7 @@ class LLM:
             self._ended_early.append(builders[0].output)
             return builders[0].output
         self._builders[request_id] = builders
+        request.max_output_tokens = builders[0].max_output_tokens
         if recipe is not None:
             self._states.add(request_id, recipe)
         if isinstance(params, BeamSearchParams):
@@ -384,7 +391,10 @@ class LLM:
 
     def update(self, step: SchedulerOutput, logits: LogitsBatch) -> list[RequestOutput]:
         """Third phase: apply what the step computed."""
-        outputs = self._deliver(step, self.scheduler.advance(step), logits)
+        requests = self.scheduler.advance(step)
+        outputs = self._deliver(step, requests, logits)
+        if self._speculator is not None:
+            self._speculator.draft(step, requests)
         if self.scheduler.observer is not None:
             self.scheduler.observer.step_updated(step.step_id, self.scheduler)
         return outputs
@@ -501,6 +511,8 @@ class LLM:
         """Release everything; may be called twice."""
         if not self._closed:
             self._closed = True
+            if self._speculator is not None:
+                self._speculator.close()
             self._executor.close()
 
     def __enter__(self) -> Self:
@@ -597,6 +609,9 @@ class LLM:
         )
         self.max_total_tokens = self._max_total_tokens(num_prompt_tokens=0, num_sequences=1)
         self._num_arrived = 0
+        if self._speculator is not None:
+            self._speculator.close()
+        self._speculator = make_speculator(self.config, self._executor.vocab_size)
         self.set_observer(observer)
 
     def _check_idle(self) -> None:
@@ -736,7 +751,7 @@ class LLM:
             requests: whose each scheduled sequence is, None for rows that nobody wants any more.
             logits: the step's rows.
         """
-        wanted: list[tuple[Request, Sequence, SampleRequest]] = []
+        wanted: list[Wanted] = []
         outputs: dict[str, RequestOutput] = {}
         first_row = 0
         for item, request in zip(step.scheduled, requests, strict=True):
@@ -759,16 +774,38 @@ class LLM:
             else:
                 for one in self._branches(request, sequence):
                     wanted.append((request, one, self._sample_request(request, one, rows[0])))
+        while wanted:
+            wanted = self._choose_tokens(step.step_id, logits, wanted, outputs)
+        return list(outputs.values())
+
+    def _choose_tokens(
+        self,
+        step_id: int,
+        logits: LogitsBatch,
+        wanted: list[Wanted],
+        outputs: dict[str, RequestOutput],
+    ) -> list[Wanted]:
+        """One more token for each sequence in `wanted`; adds to `outputs` those that changed.
+
+        Returns:
+            Sequences whose token was drafted: the next one can be sampled at once, from the row
+            of the draft, with everything as it is after the draft.
+        """
         if self._states:
             self._attach_states(wanted)
         tokens = sample(logits, [sample_request for _, _, sample_request in wanted])
-        for (request, sequence, _), token in zip(wanted, tokens, strict=True):
+        drafted: list[Wanted] = []
+        for (request, sequence, sample_request), token in zip(wanted, tokens, strict=True):
             if isinstance(token, SampledToken):
-                output = self._append_token(step.step_id, request, sequence, token)
+                output = self._append_token(step_id, request, sequence, token)
             else:
-                output = self._fail_branch(step.step_id, request, sequence, token)
+                output = self._fail_branch(step_id, request, sequence, token)
             outputs[output.request_id] = output
-        return list(outputs.values())
+            if sequence.num_computed_tokens >= sequence.num_tokens:
+                sequence.first_wanted_logits += 1
+                row = sample_request.row + 1
+                drafted.append((request, sequence, self._sample_request(request, sequence, row)))
+        return drafted
 
     def _branches(self, request: Request, sequence: Sequence) -> list[Sequence]:
         """Who samples from the sequence's logits: itself and, from the prompt's, all branches."""
@@ -790,7 +827,7 @@ class LLM:
             stop_ids=builder.stop_ids,
         )
 
-    def _attach_states(self, wanted: list[tuple[Request, Sequence, SampleRequest]]) -> None:
+    def _attach_states(self, wanted: list[Wanted]) -> None:
         for request, sequence, sample_request in wanted:
             sample_request.state = self._states.of(request, sequence)
             if sample_request.state is not None:

@@ -19,6 +19,7 @@ RESETTABLE_FIELDS = frozenset(
         "swap_space_blocks",
         "watermark",
         "enable_prefix_caching",
+        "speculative_config",
         "block_reuse_order",
         "seed",
         "poison",

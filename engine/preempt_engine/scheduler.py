@@ -31,6 +31,7 @@ from preempt_engine.block_manager import BlockManager
 from preempt_engine.config import EngineConfig, PreemptionMode
 from preempt_engine.observer import EngineObserver, PoolCounts, PoolState
 from preempt_engine.sequence import Request, RequestStatus, Sequence
+from preempt_engine.spec_decode.allowance import cut_drafts, num_lookahead_blocks
 from preempt_engine.step import (
     ScheduledSequence,
     SchedulerOutput,
@@ -62,6 +63,9 @@ class Counters:
             preempted request finds again is not counted.
         num_generated_tokens: tokens given to users; of a beam search, those of its results.
         num_finished_requests: ended by themselves, errors included; aborted ones are not counted.
+        num_drafted_tokens: drafts computed; each is accepted or rejected when its step is done.
+        num_accepted_tokens: drafts that were equal to the tokens of their positions.
+        num_rejected_tokens: the others, and those behind the end of their sequence.
         num_copied_blocks: blocks copied because somebody writes to what others share.
         num_swapped_out_blocks, num_swapped_in_blocks: blocks copied to the host and back.
     """
@@ -73,6 +77,9 @@ class Counters:
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_finished_requests: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_rejected_tokens: int = 0
     num_copied_blocks: int = 0
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
@@ -141,8 +148,14 @@ class Scheduler:
 
     def append_token(self, sequence: Sequence, token_id: int) -> None:
         """A token was chosen from the logits of the sequence's last position."""
-        sequence.append_token(token_id)
+        num_unverified = sequence.num_unverified_tokens
+        was_drafted = sequence.append_token(token_id)
         self.counters.num_generated_tokens += 1
+        if was_drafted:
+            self.counters.num_accepted_tokens += 1
+            self.blocks.make_findable(sequence)
+        else:
+            self.counters.num_rejected_tokens += num_unverified
 
     def fork(self, request: Request, parent: Sequence) -> Sequence:
         """Split a branch off a sequence whose tokens are all computed."""
@@ -237,6 +250,8 @@ class Scheduler:
             self._preempt(step, request, "forced", mode)
         if self.config.scheduling_policy == "priority" and not forced:
             self._admit_urgent(step)
+        if self.config.num_speculative_tokens:
+            cut_drafts(self.running, self.blocks, self.config.max_num_batched_tokens)
         budget = self._schedule_running(step, self.config.max_num_batched_tokens)
         if not forced:
             self._schedule_waiting(step, budget)
@@ -268,6 +283,7 @@ class Scheduler:
                 continue
             requests.append(request)
             sequence.set_computed(item.end)
+            self.counters.num_drafted_tokens += sequence.num_unverified_tokens
             if sequence.followers:
                 sequence.release_followers()
             self.blocks.make_findable(sequence)
@@ -320,7 +336,7 @@ class Scheduler:
             num_blocks=num_blocks,
             hits=hits,
             max_num_seqs=self.config.max_num_seqs,
-            num_watermark_blocks=self.num_watermark_blocks,
+            num_watermark_blocks=self.num_watermark_blocks + self._num_lookahead_blocks(request),
         )
 
     def _schedule_running(self, step: SchedulerOutput, budget: int) -> int:
@@ -359,7 +375,7 @@ class Scheduler:
         """What to compute of a request with a budget above 0."""
         work = []
         for sequence in request.sequences.values():
-            num_tokens = len(sequence.token_ids)
+            num_tokens = len(sequence.token_ids) + len(sequence.draft_token_ids)
             start = sequence.num_computed_tokens
             if start == num_tokens or sequence.follows:
                 continue
@@ -416,12 +432,22 @@ class Scheduler:
                 sequence.full_logits,
             )
         )
+        if sequence.draft_token_ids or sequence.num_stale_tokens:
+            self._send_drafts(step.scheduled[-1], sequence)
         sequence.known_to_workers = True
         sequence.num_sent_tokens = len(sequence.token_ids)
         sequence.num_sent_blocks = len(sequence.block_table)
         sequence.num_stale_blocks = 0
         if self.observer is not None:
             self.observer.scheduled(step.step_id, sequence.key, start, end)
+
+    @staticmethod
+    def _send_drafts(item: ScheduledSequence, sequence: Sequence) -> None:
+        """Drafts travel behind the known tokens, and rejected ones of earlier steps are cut off."""
+        del sequence.draft_token_ids[max(0, item.end - sequence.num_tokens) :]
+        item.new_token_ids += sequence.draft_token_ids
+        item.num_stale_tokens = sequence.num_stale_tokens
+        sequence.num_stale_tokens = 0
 
     # Getting blocks -----------------------------------------------------------------------------
 
@@ -430,6 +456,8 @@ class Scheduler:
         # The watermark protects those who run; with nobody running it would only starve.
         num_spare = self.num_watermark_blocks if self.running else 0
         num_available = self.blocks.num_available_blocks - num_spare
+        if self.running:  # and so would those who are let in have room for their drafts
+            num_available -= self._num_lookahead_blocks(request)
         if request.host_blocks is not None:
             if self.swapper.num_blocks_to_return(request) > num_available:
                 return False
@@ -442,6 +470,10 @@ class Scheduler:
         for sequence in request.sequences.values():
             sequence.num_steps_since_admission = 0
         return True
+
+    def _num_lookahead_blocks(self, request: Request) -> int:
+        num_drafts = self.config.num_speculative_tokens
+        return num_lookahead_blocks(request, self.blocks, num_drafts) if num_drafts else 0
 
     def _find_room(self, step: SchedulerOutput, request: Request, num_available: int) -> bool:
         """Give all known tokens of the request their blocks, if there are as many."""
@@ -499,7 +531,10 @@ class Scheduler:
         return StateCheck(
             num_sequences=sum(sequence.known_to_workers for sequence in self._sequences()),
             checksums=[
-                state_checksum(sequence.token_ids, sequence.block_table) for sequence in scheduled
+                state_checksum(
+                    sequence.token_ids + sequence.draft_token_ids, sequence.block_table
+                )
+                for sequence in scheduled
             ],
         )
 
@@ -619,6 +654,7 @@ class Scheduler:
             self.observer.blocks_freed(step_id, sequence.key, list(sequence.block_table))
         if sequence.known_to_workers:
             self._dropped.append(sequence.key)
+        self.counters.num_rejected_tokens += sequence.num_unverified_tokens
         self.blocks.free(sequence, step_in_flight)
         sequence.forget_cache()
 
