@@ -84,7 +84,8 @@ def simulate(
     """Play the workload through the admission model.
 
     In each step arrivals come first, then the workload's operations, then the schedule. Every
-    running request whose known tokens are all computed gains one token.
+    running request whose known tokens are all computed gains one token: of drafts, none is taken
+    to be accepted.
 
     Args:
         workload: requests and operations.
@@ -312,13 +313,22 @@ class _Run:
             ),
         }[model.policy]
         needed = model.blocks_for(num_reserved) - len(hits)
-        if needed > room:
+        if needed + self._num_lookahead_blocks(request) > room:
             return None
         pool.share(hits)
         request.table = hits + pool.take(needed)
         request.num_findable = len(hits)
         request.num_computed = start
         return end
+
+    def _num_lookahead_blocks(self, request: _Request) -> int:
+        """Room for first drafts, which an engine that drafts wants beside others."""
+        if not self.running:
+            return 0
+        model, known = self.model, len(request.tokens)
+        most = request.spec.num_prompt_tokens + request.num_outputs_wanted - 1
+        end = max(known, min(known + model.draft_tokens, most))
+        return model.blocks_for(end) - model.blocks_for(known)
 
     def _update(self, scheduled: list[tuple[_Request, int]]) -> None:
         for request, end in scheduled:

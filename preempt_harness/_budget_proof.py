@@ -111,7 +111,7 @@ class ForceArgument:
 
     All of `requests` arrive together and ahead of every other. As long as nothing is preempted they
     are admitted, since even after `num_prefill_steps` steps of growth they hold no more than
-    `admission_blocks`; then they grow by a token in every step. Before any of those counted in
+    `admission_blocks`; then they grow by a token in every step at least. Before any of those counted in
     `peak_blocks` has finished they would hold `peak_blocks` together.
 
     Attributes:
@@ -175,27 +175,33 @@ def _force_argument(group: list[Demand], model: AdmissionModel) -> ForceArgument
     """The argument for one group; None if sharing or aborts leave nothing certain."""
     count = len(group)
     tokens = sum(demand.num_prompt_tokens for demand in group)
-    # While a prompt is incomplete, at most the count - 1 others take one token of the step each.
-    prefill_steps = -(-tokens // (model.max_num_batched_tokens - count + 1))
+    most_per_step = model.draft_tokens + 1
+    # While a prompt is incomplete, at most the count - 1 others take tokens of the step.
+    room = model.max_num_batched_tokens - (count - 1) * most_per_step
+    if room < 1:
+        return None
+    prefill_steps = -(-tokens // room)
     shared = _most_shared_blocks(group, model, prefill_steps)
     if shared is None:
         return None
     admission = sum(
         model.blocks_for(
             model.with_lookahead(
-                demand.num_prompt_tokens + min(prefill_steps, demand.most_outputs) - 1
+                demand.num_prompt_tokens
+                + min(prefill_steps * most_per_step, demand.most_outputs)
+                - 1
             )
         )
         for demand in group
     )
     best: tuple[int, int, list[Demand]] | None = None
-    for step in sorted({demand.least_outputs - 1 for demand in group}):
+    for step in sorted({(demand.least_outputs - 1) // most_per_step for demand in group}):
         if step < prefill_steps:
             continue
         unfinished = [
             demand
             for demand in group
-            if demand.least_outputs > step
+            if demand.least_outputs > step * most_per_step
             and (demand.abort_step is None or demand.abort_step > demand.arrival_step + step)
         ]
         blocks = sum(

@@ -33,7 +33,11 @@ class BaselineStore:
         self.num_runs = 0
 
     def get(self, settings: EngineSettings, workload: Workload, adapter: EngineAdapter) -> Baseline:
-        """The baseline of a workload under these settings, whatever their block count."""
+        """The baseline of a workload under these settings, whatever their block count.
+
+        Nothing is drafted in it: that a draft changes no output is part of the comparison.
+        """
+        settings = msgspec.structs.replace(settings, speculative_config=None)
         roomy = Trial(
             engine=adapter.name,
             settings=roomy_settings(settings, workload, adapter),

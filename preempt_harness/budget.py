@@ -265,7 +265,8 @@ class _Solver:
             return "preempts", Proof("proved", argument.statement(model, num_blocks))
         simulation = self.simulation(num_blocks)
         verdict: Verdict = "preempts" if simulation.num_preemptions else "never_preempts"
-        return verdict, Proof("simulated", _simulated_statement(simulation))
+        guess = ", if no draft is accepted" if model.draft_tokens else ""
+        return verdict, Proof("simulated", _simulated_statement(simulation) + guess)
 
     def argument(self, num_blocks: int) -> ForceArgument | None:
         """A proof that the count preempts, if there is one."""

@@ -50,6 +50,7 @@ class EmbeddedAdapter:
 
     def admission_model(self, settings: EngineSettings) -> AdmissionModel:
         """The engine reserves blocks for all known tokens at admission."""
+        num_drafts = (settings.speculative_config or {}).get("num_speculative_tokens", 0)
         return AdmissionModel(
             policy="full_prompt",
             block_size=settings.block_size,
@@ -58,7 +59,11 @@ class EmbeddedAdapter:
             watermark=settings.watermark,
             max_model_len=settings.max_model_len,
             prefix_caching=settings.enable_prefix_caching,
-            predicts=settings.options.get("preemption_mode", "recompute") == "recompute",
+            draft_tokens=num_drafts,
+            predicts=(
+                settings.options.get("preemption_mode", "recompute") == "recompute"
+                and not num_drafts
+            ),
         )
 
     def vocab_size(self, settings: EngineSettings) -> int:
@@ -298,6 +303,7 @@ def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[st
         "max_waiting_requests": settings.max_waiting_requests,
         "watermark": settings.watermark,
         "enable_prefix_caching": settings.enable_prefix_caching,
+        "speculative_config": settings.speculative_config,
         "seed": settings.seed,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "deterministic": settings.deterministic,

@@ -53,6 +53,7 @@ BAD_WORDS = "bad_words"
 LOGITS_PROCESSORS = "logits_processors"
 STRUCTURED_OUTPUTS = "structured_outputs"  # JSON schema and regular expression
 PROMPT_ONLY = "prompt_only"  # `max_tokens` of 0
+SPECULATION = "speculation"  # `speculative_config`; the methods are the engine's
 
 CAPABILITIES = frozenset(
     {
@@ -90,6 +91,7 @@ CAPABILITIES = frozenset(
         LOGITS_PROCESSORS,
         STRUCTURED_OUTPUTS,
         PROMPT_ONLY,
+        SPECULATION,
     }
 )
 
@@ -109,6 +111,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             `QUEUE_LIMIT`); None sets no limit.
         watermark: share of the pool that admission leaves free.
         enable_prefix_caching: whether full blocks can be found again.
+        speculative_config: how tokens are drafted ahead, in vLLM's form, with "method" and
+            "num_speculative_tokens" (needs `SPECULATION`); None drafts nothing. Baselines are
+            always run without: drafts must not change an output.
         seed: of the engine.
         tensor_parallel_size: number of ranks.
         deterministic: ask for bitwise equal logits where the engine can.
@@ -126,6 +131,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting_requests: int | None = None
     watermark: float = 0.0
     enable_prefix_caching: bool = True
+    speculative_config: dict[str, Any] | None = None
     seed: int = 0
     tensor_parallel_size: int = 1
     deterministic: bool = True

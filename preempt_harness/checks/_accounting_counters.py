@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from preempt_harness.checks.drafts import DRAFT_COUNTERS, DraftLedger
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.record import (
     BlocksAllocated,
@@ -32,6 +33,9 @@ COUNTER_INPUTS = {
     "num_generated_tokens": {"TokensDelivered"},
     "num_finished_requests": {"Finished"},
     "num_steps": {"Scheduled"},
+    "num_drafted_tokens": {"Arrived", "Computed", "TokensDelivered"},
+    "num_accepted_tokens": {"Arrived", "Computed", "TokensDelivered"},
+    "num_rejected_tokens": {"Arrived", "BlocksFreed", "Computed", "TokensDelivered"},
     "num_copied_blocks": {"WorkerCopied"},
     "num_swapped_out_blocks": {"WorkerSwappedOut"},
     "num_swapped_in_blocks": {"WorkerSwappedIn"},
@@ -50,14 +54,15 @@ class Tally:
     """The harness's own totals, event by event.
 
     Recomputed tokens are those scheduled below the mark that the sequence had reached when it lost
-    its blocks. A position that is computed again because a draft was rejected was never lost, and
-    is none. What a request finds in the prefix cache counts once, at its first admission.
+    its blocks. A position that is computed again because a draft was rejected was never reached,
+    and is none. What a request finds in the prefix cache counts once, at its first admission.
 
     Attributes:
         values: totals by the names of `COUNTER_NAMES`.
         preemptions: request -> how often it was preempted.
         cached_tokens: request -> tokens found at its first admission.
         recomputed_tokens: request -> tokens recomputed.
+        drafts: what was drafted.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -65,17 +70,21 @@ class Tally:
         self.preemptions: Counter[str] = Counter()
         self.cached_tokens: dict[str, int] = {}
         self.recomputed_tokens: Counter[str] = Counter()
+        self.drafts = DraftLedger()
         self._block_size = block_size
         self._computed: dict[str, int] = {}
         self._lost: dict[str, int] = {}
+        self._continued: set[str] = set()  # got a token since it was scheduled
         self._last_step = -1
 
     def take(self, event: Event) -> None:
         """Count an event."""
+        self.drafts.take(event)
         if isinstance(event, Scheduled):
             self._schedule(event)
         elif isinstance(event, TokensDelivered):
             self.values["num_generated_tokens"] += len(event.token_ids)
+            self._continued.add(event.seq)
         elif isinstance(event, BlocksAllocated):
             request = request_of(event.seq)
             if request not in self.cached_tokens:
@@ -99,9 +108,14 @@ class Tally:
         self.values["num_recomputed_tokens"] += again
         self.recomputed_tokens[request_of(event.seq)] += again
         self._computed[event.seq] = event.end
+        self._continued.discard(event.seq)
         if event.step != self._last_step:
             self._last_step = event.step
             self.values["num_steps"] += 1
+
+    def total(self, name: str) -> int:
+        """The harness's own figure for a counter."""
+        return self.drafts.totals[name] if name in DRAFT_COUNTERS else self.values[name]
 
     def _preempt(self, event: Preempted) -> None:
         self.values["num_preemptions"] += 1
@@ -110,6 +124,8 @@ class Tally:
             return
         for seq, computed in self._computed.items():
             if request_of(seq) == event.request:
+                if seq in self._continued:  # its last token is not computed yet, drafts are lost
+                    computed = min(computed, self.drafts.known[seq] - 1)
                 self._lost[seq] = max(self._lost.get(seq, 0), computed)
 
 
@@ -124,7 +140,7 @@ def check_counters(record: TrialRecord) -> CheckResult:
         if isinstance(event, Counters):
             for name in names:
                 if name in event.values:
-                    _compare(event, name, tally.values[name], listing)
+                    _compare(event, name, tally.total(name), listing)
     if "Preempted" in observed:
         _judge_results(record, "num_preemptions", tally.preemptions, listing)
     if "BlocksAllocated" in observed:

@@ -45,6 +45,7 @@ class _Preemptions:
         self._branched: set[str] = set()
         self._num_tokens: Counter[str] = Counter()
         self._computed: dict[str, set[int]] = {}
+        self._continued: set[str] = set()  # got a token since it was scheduled
         self._in_flight: dict[int, dict[str, int]] = {}
 
     def take(self, event: Event) -> None:
@@ -64,7 +65,7 @@ class _Preemptions:
         elif isinstance(event, Arrived):
             self._num_tokens[f"{event.request}.0"] = len(event.prompt_token_ids)
         elif isinstance(event, TokensDelivered | TokensChosen):
-            self._num_tokens[event.seq] += len(event.token_ids)
+            self._deliver(event)
         elif isinstance(event, Preempted):
             self._preempt(event)
         elif isinstance(event, Resumed | Finished | Aborted):
@@ -76,11 +77,16 @@ class _Preemptions:
                 for seq, end in self._in_flight.pop(event.step, {}).items():
                     self._computed[seq] = {end}
 
+    def _deliver(self, event: TokensDelivered | TokensChosen) -> None:
+        self._num_tokens[event.seq] += len(event.token_ids)
+        self._continued.add(event.seq)
+
     def _schedule(self, event: Scheduled) -> None:
         request = request_of(event.seq)
         self._scheduled_in[request] = event.step
         self._in_flight.setdefault(event.step, {})[event.seq] = event.end
         self._computed.setdefault(event.seq, set()).add(event.end)
+        self._continued.discard(event.seq)
         if request in self._away:
             self._report_scheduled(event.step, request, self._away[request])
 
@@ -119,7 +125,7 @@ class _Preemptions:
     def _judge_figures(self, event: Preempted) -> None:
         """The event's own figures; with steps in flight they may lie on either side of them."""
         seq = f"{event.request}.0"
-        ends = self._computed.get(seq, {0})
+        ends = self._computed_tokens(seq)
         num_known = self._num_tokens[seq]
         num_late = sum(seq in rows for rows in self._in_flight.values())
         if event.num_computed_tokens not in ends:
@@ -138,6 +144,15 @@ class _Preemptions:
                 f"prompt and delivered tokens are {num_known}",
                 request=event.request,
             )
+
+    def _computed_tokens(self, seq: str) -> set[int]:
+        """How many may be computed; rejected drafts, and the token delivered last, are not."""
+        ends = self._computed.get(seq, {0})
+        if seq not in self._continued:
+            return ends
+        cut = {min(end, self._num_tokens[seq] - 1) for end in ends}
+        in_flight = any(seq in rows for rows in self._in_flight.values())
+        return ends | cut if in_flight else cut
 
     def _judge_away(self, step: int) -> None:
         for seq, lease in self._tables.leases.items():

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from preempt_harness.checks.delivery import read_workload, workload_of
+from preempt_harness.checks.drafts import DraftLedger
 from preempt_harness.checks.finding import CheckResult, Code, Listing
 from preempt_harness.checks.tables import num_blocks_for
 from preempt_harness.record import (
@@ -27,6 +28,7 @@ from preempt_harness.record import (
     PlanApplied,
     PoolCounts,
     Preempted,
+    PriorityChanged,
     Resumed,
     Scheduled,
     TrialRecord,
@@ -122,11 +124,16 @@ def _judge_livelock(
     live: dict[str, None] = {}
     stalled: set[int] = set()
     moved_in = -1
+    ledger = DraftLedger()
     for event in record.events:
         rises = False
+        ledger.take(event)
         if isinstance(event, Scheduled):
-            rises = event.end > high_water.get(event.seq, 0)
-            high_water[event.seq] = max(event.end, high_water.get(event.seq, 0))
+            end = event.end
+            if event.seq in ledger.known:  # drafts are no progress
+                end = min(end, ledger.known[event.seq])
+            rises = end > high_water.get(event.seq, 0)
+            high_water[event.seq] = max(end, high_water.get(event.seq, 0))
         elif isinstance(event, Arrived):
             live[event.request] = None
             rises = True
@@ -161,6 +168,9 @@ def check_order(record: TrialRecord) -> CheckResult:
     for event in record.events:
         if isinstance(event, Arrived):
             arrival[event.request] = (event.priority, len(arrival))
+        elif isinstance(event, PriorityChanged):
+            _, index = arrival.get(event.request, (0, len(arrival)))
+            arrival[event.request] = (event.priority, index)
         elif isinstance(event, PlanApplied) and event.action.startswith(PREEMPT_ALL):
             all_in_step = event.step
             group, waiting, back = [], set(), []

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from preempt_harness.checks.delivery import workload_of
+from preempt_harness.checks.delivery import was_aborted, workload_of
 from preempt_harness.checks.finding import CheckResult, Code, Listing
 from preempt_harness.checks.tables import first_difference
 from preempt_harness.record import Aborted, Score, SequenceOutput, TrialRecord
@@ -96,7 +96,10 @@ def compare_tokens(record: TrialRecord, tolerance: Tolerance | None = None) -> l
             continue
         # A refused request gave nothing to compare; whether it had to be refused is progress's.
         by_prefix = (
-            request in aborted or bool(result.error) or not (result.finished and reference.finished)
+            request in aborted
+            or was_aborted(reference)
+            or bool(result.error)
+            or not (result.finished and reference.finished)
         )
         exact_only = record.header.batch_invariant or specs[request].sampling.temperature > 0
         for branch, (output, other) in enumerate(

@@ -36,6 +36,7 @@ from preempt_harness.record import (
     StepSent,
     SwappedIn,
     SwappedOut,
+    TokensChosen,
     TokensDelivered,
     TrialRecord,
 )
@@ -179,9 +180,10 @@ def check_vain(record: TrialRecord) -> CheckResult:
             lease = tables.leases.get(f"{event.request}.0")
             room = len(lease.blocks) * record.header.block_size if lease is not None else 0
             taking = steps.setdefault(event.step, _Taking())
-            taking.victims[event.request] = event.num_tokens > room
-            if sum(request_of(seq) == event.request for seq in tables.leases) > 1:
-                taking.branched |= taking.victims[event.request]
+            # What one of several branches lacks, a block to copy to perhaps, nobody says.
+            several = sum(request_of(seq) == event.request for seq in tables.leases) > 1
+            taking.victims[event.request] = several or event.num_tokens > room
+            taking.branched |= several
             if event.mode == "swap":
                 swapping.add(event.step)
         elif isinstance(event, BlocksFreed):
@@ -225,7 +227,9 @@ class _Bytes:
         self.listing = Listing()
         self._known: Counter[str] = Counter()
         self._admitted: set[str] = set()
+        self._unsent: Counter[str] = Counter()
         self._untold: set[str] = set()  # dropped or forked since the last message
+        self._drafted: set[str] = set()  # some of their ids may have to be cut off again
         self._messages: dict[int, _Message] = {}
         self._sent: dict[int, list[StepSent]] = {}
         self._least: dict[tuple[int, int], StepSent] = {}
@@ -234,17 +238,18 @@ class _Bytes:
         message = self._messages.setdefault(event.step, _Message())
         if isinstance(event, Arrived):
             self._known[f"{event.request}.0"] = len(event.prompt_token_ids)
-        elif isinstance(event, TokensDelivered):
+        elif isinstance(event, TokensDelivered | TokensChosen):
             self._known[event.seq] += len(event.token_ids)
         elif isinstance(event, BlocksAllocated):
-            message.num_ids += len(event.blocks)
-            message.names.add(event.seq)
+            self._unsent[event.seq] += len(event.blocks)  # until the sequence is scheduled
             message.steady = False
         elif isinstance(event, BlocksFreed):
             self._untold.add(event.seq)
+            self._unsent.pop(event.seq, None)
             self._admitted.discard(event.seq)
         elif isinstance(event, Forked):
             self._untold.add(event.child)
+            self._known[event.child] = self._known[event.parent]
         elif isinstance(event, Scheduled):
             self._schedule(event, message)
         elif isinstance(event, BlocksPoisoned):
@@ -268,7 +273,11 @@ class _Bytes:
         num_tokens = event.end - event.start
         message.names.add(event.seq)
         message.num_scheduled += 1
-        message.steady &= num_tokens == 1
+        message.num_ids += self._unsent.pop(event.seq, 0)
+        message.steady &= num_tokens == 1 and event.seq not in self._drafted
+        self._drafted.discard(event.seq)
+        if event.end > self._known[event.seq]:
+            self._drafted.add(event.seq)
         if event.seq not in self._admitted:
             self._admitted.add(event.seq)
             message.num_ids += max(self._known[event.seq], event.end)

@@ -1,0 +1,103 @@
+"""Which computed tokens were drafts, and which of them came true. Judges nothing.
+
+A draft is a token that a worker computed at a position whose own token was not known yet. It is
+accepted when the token delivered for the position is equal, else rejected, with all drafts behind
+it; so are those behind the end of their sequence.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from preempt_harness.record import (
+    Arrived,
+    BlocksFreed,
+    Computed,
+    Event,
+    Forked,
+    TokensChosen,
+    TokensDelivered,
+)
+
+DRAFTED = "num_drafted_tokens"
+ACCEPTED = "num_accepted_tokens"
+REJECTED = "num_rejected_tokens"
+DRAFT_COUNTERS = (DRAFTED, ACCEPTED, REJECTED)
+
+
+class DraftLedger:
+    """Follows all sequences of a record, by what rank 0 computed and what was delivered.
+
+    Attributes:
+        known: sequence -> number of its prompt's and delivered tokens.
+        totals: drafts by the names of `DRAFT_COUNTERS`; one that waits for its position's token is
+            neither accepted nor rejected.
+        drafted, accepted: sequence -> how many drafts its latest step with drafts had, and how
+            many of them came true so far.
+    """
+
+    def __init__(self) -> None:
+        self.known: Counter[str] = Counter()
+        self.totals: Counter[str] = Counter()
+        self.drafted: dict[str, int] = {}
+        self.accepted: Counter[str] = Counter()
+        self._open: dict[str, list[int]] = {}
+        self._handlers: dict[type[Event], Callable[[Any], None]] = {
+            Arrived: self._arrive,
+            Forked: self._fork,
+            Computed: self._compute,
+            TokensDelivered: self._deliver,
+            TokensChosen: self._choose,
+            BlocksFreed: self._free,
+        }
+
+    def take(self, event: Event) -> None:
+        """Take in the next event."""
+        handler = self._handlers.get(type(event))
+        if handler is not None:
+            handler(event)
+
+    def forget(self, seq: str) -> None:
+        """The sequence begins anew: what became of its latest drafts is no longer of interest."""
+        self.drafted.pop(seq, None)
+        self.accepted.pop(seq, None)
+
+    def _arrive(self, event: Arrived) -> None:
+        self.known[f"{event.request}.0"] = len(event.prompt_token_ids)
+
+    def _fork(self, event: Forked) -> None:
+        self.known[event.child] = self.known[event.parent]
+
+    def _choose(self, event: TokensChosen) -> None:
+        self.known[event.seq] += len(event.token_ids)
+
+    def _free(self, event: BlocksFreed) -> None:
+        self._reject(event.seq)
+
+    def _compute(self, event: Computed) -> None:
+        if event.rank or event.start + len(event.token_ids) <= self.known[event.seq]:
+            return
+        self._reject(event.seq)
+        drafts = event.token_ids[max(0, self.known[event.seq] - event.start) :]
+        self._open[event.seq] = list(drafts)
+        self.totals[DRAFTED] += len(drafts)
+        self.drafted[event.seq] = len(drafts)
+        self.accepted[event.seq] = 0
+
+    def _deliver(self, event: TokensDelivered) -> None:
+        for token_id in event.token_ids:
+            self.known[event.seq] += 1
+            drafts = self._open.get(event.seq)
+            if not drafts:
+                continue
+            if drafts[0] == token_id:
+                del drafts[0]
+                self.totals[ACCEPTED] += 1
+                self.accepted[event.seq] += 1
+            else:
+                self._reject(event.seq)
+
+    def _reject(self, seq: str) -> None:
+        self.totals[REJECTED] += len(self._open.pop(seq, ()))
