@@ -394,7 +394,7 @@ class LLM:
         requests = self.scheduler.advance(step)
         outputs = self._deliver(step, requests, logits)
         if self._speculator is not None:
-            self._speculator.draft(step, requests)
+            self._speculator.draft(step, requests, self.scheduler)
         if self.scheduler.observer is not None:
             self.scheduler.observer.step_updated(step.step_id, self.scheduler)
         return outputs
@@ -609,10 +609,19 @@ class LLM:
         )
         self.max_total_tokens = self._max_total_tokens(num_prompt_tokens=0, num_sequences=1)
         self._num_arrived = 0
-        if self._speculator is not None:
-            self._speculator.close()
-        self._speculator = make_speculator(self.config, self._executor.vocab_size)
+        self._begin_speculation()
         self.set_observer(observer)
+
+    def _begin_speculation(self) -> None:
+        """A draft model that is there already, and is to be there, only forgets."""
+        speculator = self._speculator
+        if speculator is not None and speculator.config == self.config.speculative_config:
+            speculator.reset()
+            return
+        if speculator is not None:
+            speculator.close()
+        self._speculator = None
+        self._speculator = make_speculator(self.config, self._executor)
 
     def _check_idle(self) -> None:
         """Nothing is left over: what a user may have left raises, what we may have left asserts."""

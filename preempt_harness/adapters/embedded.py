@@ -303,7 +303,7 @@ def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[st
         "max_waiting_requests": settings.max_waiting_requests,
         "watermark": settings.watermark,
         "enable_prefix_caching": settings.enable_prefix_caching,
-        "speculative_config": settings.speculative_config,
+        "speculative_config": _speculative_config(settings),
         "seed": settings.seed,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "deterministic": settings.deterministic,
@@ -311,6 +311,16 @@ def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[st
         **_swap_space(settings, options),
         **options,
     }
+
+
+def _speculative_config(settings: EngineSettings) -> dict[str, Any] | None:
+    """With a draft model's name as `LLM` knows it."""
+    from preempt_harness.checkpoints import resolve_model_name
+
+    given = settings.speculative_config
+    if given is None or given.get("model") is None:
+        return given
+    return {**given, "model": str(resolve_model_name(given["model"]))}
 
 
 def _swap_space(settings: EngineSettings, options: dict[str, Any]) -> dict[str, int]:

@@ -24,8 +24,7 @@ MODES = pytest.mark.parametrize("mode", ["recompute", "swap"])
 
 def drafts(preempt: PreemptHarness, method: str, count: int = 3, **more: Any) -> dict[str, Any]:
     """A speculative configuration; skips where the engine has no such method for its model."""
-    exact = preempt.settings().model == "exact"
-    if method == "scripted" and not exact:
+    if method == "scripted" and preempt.settings().model != "exact":
         pytest.skip("only the exact model's tokens are known beforehand")
     return {"method": method, "num_speculative_tokens": count, **more}
 
@@ -33,6 +32,18 @@ def drafts(preempt: PreemptHarness, method: str, count: int = 3, **more: Any) ->
 def scripted(preempt: PreemptHarness, rate: float, count: int = 3) -> dict[str, Any]:
     """Drafts of which this share is right."""
     return drafts(preempt, "scripted", count, acceptance_rate=rate)
+
+
+def same_model(preempt: PreemptHarness) -> dict[str, Any]:
+    """The target drafts for itself: every draft is right, if both caches are."""
+    return drafts(preempt, "draft_model", model=preempt.settings().model)
+
+
+def weaker_model(preempt: PreemptHarness) -> dict[str, Any]:
+    """The target without its upper layers, or with a share of its choices changed."""
+    exact = preempt.settings().model == "exact"
+    weaker = {"acceptance_rate": 0.7} if exact else {"num_hidden_layers": 1}
+    return {**same_model(preempt), **weaker}
 
 
 def totals(result: TrialResult) -> dict[str, int]:
@@ -278,10 +289,65 @@ def test_aborted_with_drafts_pending(preempt: PreemptHarness) -> None:
     result.assert_clean()
 
 
+@MODES
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["cache", "no-cache"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "n": 2}], ids=["greedy", "n=2"])
+def test_the_draft_models_cache_comes_back_with_the_targets(
+    preempt: PreemptHarness, sampling: dict[str, Any], prefix_caching: bool, mode: str
+) -> None:
+    """A model that drafts for itself is right every time, unless its cache lost or mixed blocks."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    workload = together(
+        [request(preempt, f"r{i}", 2 * block + i, 6 * block, **sampling) for i in range(4)]
+    )
+    result = preempt.run(
+        workload,
+        # Two branches share 2 blocks and grow by 7 each: room for one request, not for two.
+        20 if sampling else "tight",
+        block_size=block,
+        enable_prefix_caching=prefix_caching,
+        speculative_config=same_model(preempt),
+        options={"preemption_mode": mode, "poison": True},
+    )
+    result.assert_preempted(mode=mode)
+    result.assert_matches_baseline()
+    result.assert_clean()
+    assert_drafted(result, ACCEPTED)
+    rejected = totals(result)[REJECTED]
+    if result.record.header.batch_invariant and rejected:
+        pytest.fail(f"{rejected} drafts of the target's own model were rejected")
+
+
+@FORCED
+@MODES
+@pytest.mark.parametrize("at", ["chunk=1", "out=1", "out=7", "resume=1"])
+def test_a_weaker_draft_model(preempt: PreemptHarness, at: str, mode: str) -> None:
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "victim", 5 * block + 1, 6 * block), companions(preempt, block)
+    )
+    plan = f"preempt:victim@{at}:{mode}"
+    if at == "resume=1":
+        plan = f"preempt:victim@out=4:{mode}/{plan}"
+    result = preempt.run(
+        workload,
+        plan=plan,
+        block_size=block,
+        max_num_batched_tokens=3 * block,
+        speculative_config=weaker_model(preempt),
+    )
+    result.assert_preempted(request="victim", mode=mode)
+    result.assert_matches_baseline()
+    result.assert_clean()
+    assert_drafted(result, DRAFTED, REJECTED)
+
+
 # The case of the public discussion: blocks of 8, a batch of 4, 256 outputs each, and a pool for one
 # of them, 2 + 256 / 8 blocks.
 OUTPUTS, BATCH, SIZE = 256, 4, 8
-DRAFTERS = ("ngram", "scripted")
+DRAFTERS = ("ngram", "scripted", "model")
 
 
 @pytest.mark.slow
@@ -292,13 +358,17 @@ def test_batch_of_four_with_256_outputs(
     preempt: PreemptHarness, drafter: str, token_budget: int, blocks: str
 ) -> None:
     """Equal to plain greedy output. A token budget of 4 leaves no room for drafts, 5 does."""
-    more = {"acceptance_rate": 0.7} if drafter == "scripted" else {}
+    speculative = {
+        "ngram": lambda: drafts(preempt, "ngram"),
+        "scripted": lambda: scripted(preempt, 0.7),
+        "model": lambda: weaker_model(preempt),
+    }[drafter]()
     workload = together([repetitive(preempt, f"r{i}", 10 + 2 * i, OUTPUTS) for i in range(BATCH)])
     settings = preempt.settings(
         block_size=SIZE,
         max_num_seqs=BATCH,
         max_num_batched_tokens=token_budget,
-        speculative_config=drafts(preempt, drafter, 3, **more),
+        speculative_config=speculative,
     )
     admission = preempt.adapter.admission_model(settings)
     tight = KVBudget.solve(workload, admission, "tight" if blocks == "solved" else 2 + OUTPUTS // 8)
@@ -310,7 +380,7 @@ def test_batch_of_four_with_256_outputs(
         block_size=SIZE,
         max_num_seqs=BATCH,
         max_num_batched_tokens=token_budget,
-        speculative_config=settings.speculative_config,
+        speculative_config=speculative,
     )
     result.assert_preempted()
     result.assert_matches_baseline()

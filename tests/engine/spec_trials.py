@@ -37,24 +37,30 @@ _FIGURES = (
 )
 
 
-def draw_trial(seed: int, *, exact: bool = True) -> Trial:
+def draw_trial(seed: int, model: dict[str, Any] = EXACT) -> Trial:
     """A trial whose disturbed run drafts.
 
     Args:
         seed: of everything.
-        exact: the exact model's tokens are known beforehand, and can be drafted at any rate.
+        model: the model and its options. The exact model's tokens are known beforehand, and can be
+            drafted at any rate; others are drafted for by themselves, whole or truncated.
     """
     trial = random_trial(seed)
     source = random.Random(f"{seed}/drafts")
     drafts: dict[str, Any] = {
-        "method": source.choice(("ngram", "scripted")) if exact else "ngram",
+        "method": source.choice(("ngram", "scripted", "draft_model")),
         "num_speculative_tokens": source.choice((1, 2, 3, 5, 8)),
     }
     if drafts["method"] == "ngram":
         drafts["prompt_lookup_min"] = source.choice((1, 1, 2))
-    else:
+    elif model["model"] == EXACT["model"]:
         drafts["acceptance_rate"] = source.choice((0.0, 0.3, 0.7, 0.9, 1.0))
         drafts["seed"] = seed
+    else:
+        drafts["method"] = "draft_model"
+        drafts["num_hidden_layers"] = source.choice((None, 1))
+    if drafts["method"] == "draft_model":
+        drafts["model"] = model["model"]
     options = trial.options | {
         "speculative_config": drafts,
         "debug_worker_state": True,
@@ -81,12 +87,11 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--model", default="exact", help="or a tiny model of the harness")
     arguments = parser.parse_args()
-    exact = arguments.model == "exact"
-    model = EXACT if exact else tiny_model(arguments.model)
+    model = EXACT if arguments.model == "exact" else tiny_model(arguments.model)
     total: Counter[str] = Counter()
     num_failed = 0
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.trials):
-        problems, counts = compare(draw_trial(seed, exact=exact), model)
+        problems, counts = compare(draw_trial(seed, model), model)
         total += counts
         total["trials with a preemption"] += counts["num_preemptions"] > 0
         total["trials with both"] += bool(

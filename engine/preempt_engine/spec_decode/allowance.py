@@ -24,7 +24,7 @@ def cut_drafts(running: Seq[Request], blocks: BlockManager, budget: int) -> None
     """
     work = [_known_work(request) for request in running]
     budget -= sum(end - sequence.num_computed_tokens for known in work for sequence, end in known)
-    num_spare = blocks.num_available_blocks - sum(map(blocks.num_to_write, work))
+    num_spare = _num_spare_blocks(work, blocks)
     for known in work:
         for sequence, end in known:
             if not sequence.draft_token_ids:
@@ -50,6 +50,43 @@ def num_lookahead_blocks(
         end = max(sequence.num_tokens, min(sequence.num_tokens + num_speculative_tokens, most))
         total += blocks.blocks_for(end) - blocks.blocks_for(sequence.num_tokens)
     return total
+
+
+def grant_blocks(
+    running: Seq[Request], blocks: BlockManager, wanted: Iterable[tuple[Sequence, int]]
+) -> list[int]:
+    """Give sequences the blocks of their drafts now, which they would get with the next step.
+
+    Args:
+        running: who needs blocks for known tokens, and goes first.
+        blocks: the pool.
+        wanted: (sequence, drafts), one known token of each not being computed yet.
+
+    Returns:
+        How many tokens from there on, at most as many as its drafts, each has blocks for. None of
+        one that would have to copy a block first.
+    """
+    num_spare = _num_spare_blocks([_known_work(request) for request in running], blocks)
+    size = blocks.block_size
+    granted = []
+    for sequence, count in wanted:
+        table, first = sequence.block_table, sequence.num_computed_tokens
+        index = first // size
+        if index < len(table) and blocks.ref_counts[table[index]] > 1:
+            granted.append(0)
+            continue
+        num_held = max(blocks.blocks_for(sequence.num_tokens), len(table))
+        end = min(first + count, (num_held + max(0, num_spare)) * size)
+        num_spare -= max(0, blocks.blocks_for(end) - num_held)
+        if blocks.blocks_for(end) - len(table) <= blocks.num_available_blocks:
+            blocks.grow(sequence, end)
+        granted.append(max(0, min(end, len(table) * size) - first))
+    return granted
+
+
+def _num_spare_blocks(work: list[list[tuple[Sequence, int]]], blocks: BlockManager) -> int:
+    """Blocks that the known tokens of those who run do not need; below 0 where they lack some."""
+    return blocks.num_available_blocks - sum(map(blocks.num_to_write, work))
 
 
 def _known_work(request: Request) -> list[tuple[Sequence, int]]:

@@ -21,22 +21,25 @@ class NgramProposer:
         config: lengths to look for.
     """
 
+    needs_blocks = False
+
     def __init__(self, config: SpeculativeConfig) -> None:
         self._sizes = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
         self._indices: dict[SequenceKey, _Index] = {}
 
-    def follow(self, step: SchedulerOutput) -> None:
-        """Forget texts that the workers forget; one that comes back is indexed anew."""
+    def propose(self, step: SchedulerOutput, wanted: Seq[DraftRequest]) -> list[list[int]]:
+        """See `Proposer.propose`. A text that the workers forget is forgotten here too."""
         for key in step.dropped:
             self._indices.pop(key, None)
-
-    def propose(self, wanted: Seq[DraftRequest]) -> list[list[int]]:
-        """See `Proposer.propose`."""
         return [self._propose(item) for item in wanted]
 
-    def close(self) -> None:
+    def reset(self) -> None:
         """Forget all texts."""
         self._indices.clear()
+
+    def close(self) -> None:
+        """Nothing is held but texts."""
+        self.reset()
 
     def _propose(self, item: DraftRequest) -> list[int]:
         sequence = item.sequence

@@ -29,14 +29,28 @@ class DraftRequest:
 
 
 class Proposer(Protocol):
-    """Drafts tokens. What it proposes decides how fast an output comes, never what it is."""
+    """Drafts tokens. What it proposes decides how fast an output comes, never what it is.
 
-    def follow(self, step: SchedulerOutput) -> None:
-        """The target has computed the step, and its tokens are applied."""
+    Attributes:
+        needs_blocks: a sequence needs blocks for its drafts before they are drafted.
+    """
+
+    needs_blocks: bool
+
+    def propose(self, step: SchedulerOutput, wanted: Seq[DraftRequest]) -> list[list[int]]:
+        """Called after every step, with drafts wanted or without.
+
+        Args:
+            step: what the target has computed; its tokens are applied.
+            wanted: sequences of it.
+
+        Returns:
+            Drafts for each, at most its limit and perhaps none, in the order of `wanted`.
+        """
         ...
 
-    def propose(self, wanted: Seq[DraftRequest]) -> list[list[int]]:
-        """Drafts for each, at most its limit and perhaps none, in the order of `wanted`."""
+    def reset(self) -> None:
+        """Forget every sequence."""
         ...
 
     def close(self) -> None:

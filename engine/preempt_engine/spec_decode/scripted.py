@@ -25,24 +25,27 @@ class ScriptedProposer:
         num_ranks: tensor parallel size, of which the model depends.
     """
 
+    needs_blocks = False
+
     def __init__(self, config: SpeculativeConfig, vocab_size: int, num_ranks: int) -> None:
         self._config = config
         self._vocab_size = vocab_size
         self._num_ranks = num_ranks
         self._histories: dict[SequenceKey, tuple[int, ReferenceSequence]] = {}
 
-    def follow(self, step: SchedulerOutput) -> None:
-        """Forget histories that the workers forget."""
+    def propose(self, step: SchedulerOutput, wanted: Seq[DraftRequest]) -> list[list[int]]:
+        """See `Proposer.propose`. A history that the workers forget is forgotten here too."""
         for key in step.dropped:
             self._histories.pop(key, None)
-
-    def propose(self, wanted: Seq[DraftRequest]) -> list[list[int]]:
-        """See `Proposer.propose`."""
         return [self._propose(item) for item in wanted]
 
-    def close(self) -> None:
+    def reset(self) -> None:
         """Forget all histories."""
         self._histories.clear()
+
+    def close(self) -> None:
+        """Nothing is held but histories."""
+        self.reset()
 
     def _propose(self, item: DraftRequest) -> list[int]:
         sequence, config = item.sequence, self._config
