@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from preempt_harness.record import (
     Arrived,
@@ -27,6 +27,16 @@ REJECTED = "num_rejected_tokens"
 DRAFT_COUNTERS = (DRAFTED, ACCEPTED, REJECTED)
 
 
+class WrongDraft(NamedTuple):
+    """A draft in whose place another token came."""
+
+    step: int
+    seq: str
+    position: int
+    token_id: int
+    own_token_id: int
+
+
 class DraftLedger:
     """Follows all sequences of a record, by what rank 0 computed and what was delivered.
 
@@ -34,6 +44,7 @@ class DraftLedger:
         known: sequence -> number of its prompt's and delivered tokens.
         totals: drafts by the names of `DRAFT_COUNTERS`; one that waits for its position's token is
             neither accepted nor rejected.
+        wrong: the first wrong draft of each step and sequence that had one.
         drafted, accepted: sequence -> how many drafts its latest step with drafts had, and how
             many of them came true so far.
     """
@@ -41,6 +52,7 @@ class DraftLedger:
     def __init__(self) -> None:
         self.known: Counter[str] = Counter()
         self.totals: Counter[str] = Counter()
+        self.wrong: list[WrongDraft] = []
         self.drafted: dict[str, int] = {}
         self.accepted: Counter[str] = Counter()
         self._open: dict[str, list[int]] = {}
@@ -97,6 +109,9 @@ class DraftLedger:
                 self.totals[ACCEPTED] += 1
                 self.accepted[event.seq] += 1
             else:
+                position = self.known[event.seq] - 1
+                wrong = WrongDraft(event.step, event.seq, position, drafts[0], token_id)
+                self.wrong.append(wrong)
                 self._reject(event.seq)
 
     def _reject(self, seq: str) -> None:

@@ -162,13 +162,14 @@ def check_vain(record: TrialRecord) -> CheckResult:
 
     A request that needs a block and is the least urgent itself is its own victim; nobody gains.
     Blocks that are swapped out may be withheld until they are copied, so that they are had in the
-    next step. One that needs blocks for several branches may find that those of all less urgent
+    next step, unless the plan steps in. One that needs blocks for several branches may find that those of all less urgent
     ones are not enough, and go itself; the log does not tell whether that could be foreseen.
     """
     listing = Listing()
     tables = SchedulerTables()
     steps: dict[int, _Taking] = {}
     swapping: set[int] = set()
+    disturbed: set[int] = set()  # steps before which the plan took blocks or victims of its own
     for event in record.events:
         if isinstance(event, BlocksAllocated):
             tables.allocate(event)
@@ -186,11 +187,15 @@ def check_vain(record: TrialRecord) -> CheckResult:
             taking.branched |= several
             if event.mode == "swap":
                 swapping.add(event.step)
+        elif isinstance(event, PlanApplied):
+            disturbed.add(event.step)
         elif isinstance(event, BlocksFreed):
             tables.free(event)
         elif isinstance(event, Forked):
             tables.fork(event)
     for step, taking in steps.items():
+        if step in swapping and step + 1 in disturbed:
+            continue  # whoever was to have the blocks may be gone
         if taking.branched or taking.takers - taking.victims.keys():
             continue
         for request, needed in taking.victims.items():

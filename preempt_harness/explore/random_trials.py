@@ -51,6 +51,7 @@ _GIANTS = 0.1  # of trials with a request that can never run
 _SHORT_MODELS = 0.15  # of trials in which max_model_len ends a request
 _PARALLEL = 0.03  # share of trials on two ranks: their start is slow
 _SMALL_SWAP_SPACE = 6  # blocks
+_SPECULATIVE = 0.25  # share of trials in which tokens are drafted
 _WATERMARKS = (0.0, 0.0, 0.0, 0.05, 0.3)
 
 
@@ -76,7 +77,9 @@ def random_trial(
         action_kinds: of `ACTION_KINDS`, for the plan; with none there is no plan.
     """
     source = random.Random(f"{seed}/trial")
-    settings = settings or random_settings(source, adapter, model)
+    if settings is None:
+        settings = random_settings(source, adapter, model)
+        settings = with_drafts(random.Random(f"{seed}/drafts"), settings, adapter)
     workload = random_workload(
         seed,
         vocab_size=adapter.vocab_size(settings),
@@ -204,6 +207,29 @@ def random_settings(source: random.Random, adapter: EngineAdapter, model: str) -
         tensor_parallel_size=2 if parallel and source.random() < _PARALLEL else 1,
         options=options,
     )
+
+
+def with_drafts(
+    source: random.Random, settings: EngineSettings, adapter: EngineAdapter
+) -> EngineSettings:
+    """The settings, sometimes with tokens drafted ahead.
+
+    The engine's own model drafts, and a method that finds drafts in the text; for the exact model
+    also drafts of which a given share is right.
+    """
+    if protocol.SPECULATION not in adapter.capabilities or source.random() >= _SPECULATIVE:
+        return settings
+    exact = settings.model == "exact"
+    method = source.choice(("ngram", "draft_model", "scripted") if exact else ("ngram",))
+    drafts: dict[str, Any] = {
+        "method": method,
+        "num_speculative_tokens": source.choice((1, 2, 3, 5)),
+    }
+    if method == "draft_model":
+        drafts["model"] = settings.model
+    if method != "ngram":
+        drafts["acceptance_rate"] = source.choice((0.0, 0.5, 0.9, 1.0, 1.0))
+    return msgspec.structs.replace(settings, speculative_config=drafts)
 
 
 def random_plan(

@@ -141,6 +141,7 @@ def _drop_operations(trial: Trial, adapter: EngineAdapter) -> Proposals:
 def _plain_settings(trial: Trial, adapter: EngineAdapter) -> Proposals:
     plain: dict[str, Any] = {
         "options": {},
+        "speculative_config": None,
         "max_num_seqs": 256,
         "max_num_batched_tokens": 2048,
         "watermark": 0.0,

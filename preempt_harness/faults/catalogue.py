@@ -21,6 +21,7 @@ KINDS = (
     "swapping",
     "branches",
     "ranks",
+    "speculation",
 )
 
 

@@ -22,28 +22,31 @@ FORCED = pytest.mark.preempt_requires("preempt", "stepped")
 MODES = pytest.mark.parametrize("mode", ["recompute", "swap"])
 
 
-def drafts(preempt: PreemptHarness, method: str, count: int = 3, **more: Any) -> dict[str, Any]:
-    """A speculative configuration; skips where the engine has no such method for its model."""
-    if method == "scripted" and preempt.settings().model != "exact":
-        pytest.skip("only the exact model's tokens are known beforehand")
+def drafts(method: str, count: int = 3, **more: Any) -> dict[str, Any]:
+    """A speculative configuration."""
     return {"method": method, "num_speculative_tokens": count, **more}
 
 
 def scripted(preempt: PreemptHarness, rate: float, count: int = 3) -> dict[str, Any]:
-    """Drafts of which this share is right."""
-    return drafts(preempt, "scripted", count, acceptance_rate=rate)
+    """Drafts of which this share is right, which only the exact model's can be told to be.
+
+    Others are drafted for by themselves where all are to be right, else by a weaker model.
+    """
+    if preempt.settings().model == "exact":
+        return drafts("scripted", count, acceptance_rate=rate)
+    return same_model(preempt, count) if rate == 1.0 else weaker_model(preempt, count)
 
 
-def same_model(preempt: PreemptHarness) -> dict[str, Any]:
+def same_model(preempt: PreemptHarness, count: int = 3) -> dict[str, Any]:
     """The target drafts for itself: every draft is right, if both caches are."""
-    return drafts(preempt, "draft_model", model=preempt.settings().model)
+    return drafts("draft_model", count, model=preempt.settings().model)
 
 
-def weaker_model(preempt: PreemptHarness) -> dict[str, Any]:
+def weaker_model(preempt: PreemptHarness, count: int = 3) -> dict[str, Any]:
     """The target without its upper layers, or with a share of its choices changed."""
     exact = preempt.settings().model == "exact"
     weaker = {"acceptance_rate": 0.7} if exact else {"num_hidden_layers": 1}
-    return {**same_model(preempt), **weaker}
+    return {**same_model(preempt, count), **weaker}
 
 
 def totals(result: TrialResult) -> dict[str, int]:
@@ -55,8 +58,13 @@ def totals(result: TrialResult) -> dict[str, int]:
 
 
 def assert_drafted(result: TrialResult, *names: str) -> None:
-    """Drafts of each of these kinds were seen; without them the trial shows nothing."""
+    """Drafts of each of these kinds were seen; without them the trial shows nothing.
+
+    How many a weaker model gets right is its own business: there it is enough that it drafts.
+    """
     seen = totals(result)
+    if result.record.header.model != "exact":
+        names = (DRAFTED,)
     lacking = [name for name in names if not seen[name]]
     if lacking:
         pytest.fail(f"VACUOUS: no {', '.join(lacking)} in a trial of drafts: {seen}")
@@ -252,14 +260,13 @@ def test_drafts_reach_every_rank(preempt: PreemptHarness, mode: str) -> None:
         pytest.skip("the heads of smollm2 cannot be divided by 2 ranks")
     require_mode(preempt, mode)
     block = block_size(preempt)
-    exact = preempt.settings().model == "exact"
     workload = together([repetitive(preempt, f"r{i}", 3 * block + i, 6 * block) for i in range(3)])
     result = preempt.run(
         workload,
         "tight",
         block_size=block,
         tensor_parallel_size=2,
-        speculative_config=scripted(preempt, 0.7) if exact else drafts(preempt, "ngram"),
+        speculative_config=scripted(preempt, 0.7),
         options={"preemption_mode": mode, "debug_worker_state": True},
     )
     result.assert_preempted(mode=mode)
@@ -359,10 +366,10 @@ def test_batch_of_four_with_256_outputs(
 ) -> None:
     """Equal to plain greedy output. A token budget of 4 leaves no room for drafts, 5 does."""
     speculative = {
-        "ngram": lambda: drafts(preempt, "ngram"),
-        "scripted": lambda: scripted(preempt, 0.7),
-        "model": lambda: weaker_model(preempt),
-    }[drafter]()
+        "ngram": drafts("ngram"),
+        "scripted": scripted(preempt, 0.7),
+        "model": weaker_model(preempt),
+    }[drafter]
     workload = together([repetitive(preempt, f"r{i}", 10 + 2 * i, OUTPUTS) for i in range(BATCH)])
     settings = preempt.settings(
         block_size=SIZE,

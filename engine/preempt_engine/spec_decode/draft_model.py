@@ -52,12 +52,19 @@ class DraftModelProposer:
         """Follow the target's step, and draft; see `Proposer.propose`."""
         by_key = {item.sequence.key: item for item in wanted}
         self._take_over(step)
-        scheduled = [self._follow(item, by_key.get(item.key)) for item in step.scheduled]
         drafts: dict[SequenceKey, list[int]] = {item.sequence.key: [] for item in wanted}
-        if step.swap_out:  # first: drafts may be written to blocks that are free by now
+        # Drafts may be written to blocks that the step has set free: first what is copied from
+        # them to the host, and what sequences that have ended write to them.
+        if step.swap_out:
             self._runner.execute(SchedulerOutput(step.step_id, swap_out=step.swap_out))
-        mirrored = dataclasses.replace(step, scheduled=scheduled, swap_out=[], state_check=None)
-        self._run(mirrored, by_key, drafts)
+        first = [self._follow(item, None) for item in step.scheduled if item.key not in by_key]
+        mirrored = dataclasses.replace(step, scheduled=first, swap_out=[], state_check=None)
+        self._runner.execute(mirrored)
+        newest = [
+            self._follow(item, by_key[item.key]) for item in step.scheduled if item.key in by_key
+        ]
+        if newest:
+            self._run(SchedulerOutput(step.step_id, scheduled=newest), by_key, drafts)
         for index in range(1, max((item.limit for item in wanted), default=1)):
             going_on = [item for item in wanted if item.limit > index]
             one_more = [self._next(item, drafts[item.sequence.key]) for item in going_on]
@@ -86,11 +93,12 @@ class DraftModelProposer:
         surplus = 0, 0
         if wanted is not None:
             sequence = wanted.sequence
-            num_rejected = item.end + 1 - sequence.num_tokens
-            token_ids = [*token_ids[: len(token_ids) - num_rejected], sequence.token_ids[-1]]
+            num_rejected = sequence.num_stale_tokens
+            newest = sequence.token_ids[sequence.num_sent_tokens :]
             ahead = sequence.block_table[sequence.num_sent_blocks :]
+            token_ids = [*token_ids[: len(token_ids) - num_rejected], *newest]
             block_ids, end = [*block_ids, *ahead], sequence.num_tokens
-            surplus = 1 - num_rejected, len(ahead)
+            surplus = len(newest) - num_rejected, len(ahead)
         self._surplus[item.key] = surplus
         return dataclasses.replace(
             item,
