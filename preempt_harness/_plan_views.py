@@ -130,3 +130,4 @@ class RequestViews:
         if event.mode != "swap":
             view.num_chunks = 0
             view.num_computed_tokens = 0
+            self._ends.pop(event.request, None)

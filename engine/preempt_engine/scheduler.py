@@ -31,7 +31,7 @@ from preempt_engine.block_manager import BlockManager
 from preempt_engine.config import EngineConfig, PreemptionMode
 from preempt_engine.observer import EngineObserver, PoolCounts, PoolState
 from preempt_engine.sequence import Request, RequestStatus, Sequence
-from preempt_engine.spec_decode.allowance import cut_drafts, num_lookahead_blocks
+from preempt_engine.spec_decode.allowance import Claim, cut_drafts, num_lookahead_blocks
 from preempt_engine.step import (
     ScheduledSequence,
     SchedulerOutput,
@@ -251,7 +251,7 @@ class Scheduler:
         if self.config.scheduling_policy == "priority" and not forced:
             self._admit_urgent(step)
         if self.config.num_speculative_tokens:
-            cut_drafts(self.running, self.blocks, self.config.max_num_batched_tokens)
+            self._cut_drafts()
         budget = self._schedule_running(step, self.config.max_num_batched_tokens)
         if not forced:
             self._schedule_waiting(step, budget)
@@ -322,13 +322,7 @@ class Scheduler:
 
     def _victims_for(self, request: Request) -> list[Request] | None:
         """Who must go so that the head of the queue can run; None if nobody would help."""
-        hits: set[int] = set()
-        if request.host_blocks is not None:
-            num_blocks = self.swapper.num_blocks_to_return(request)
-        else:
-            placements = place(request, self.blocks)
-            num_blocks = num_blocks_to_admit(placements, self.blocks)
-            hits.update(*(placement.hits for placement in placements))
+        num_blocks, hits = self._blocks_to_admit(request)
         return victims_for(
             request,
             self.running,
@@ -337,6 +331,41 @@ class Scheduler:
             hits=hits,
             max_num_seqs=self.config.max_num_seqs,
             num_watermark_blocks=self.num_watermark_blocks + self._num_lookahead_blocks(request),
+        )
+
+    def _blocks_to_admit(self, request: Request) -> tuple[int, set[int]]:
+        """Blocks that a waiting request takes from the pool to run, and those of them it finds."""
+        if request.host_blocks is not None:
+            return self.swapper.num_blocks_to_return(request), set()
+        placements = place(request, self.blocks)
+        hits = {block_id for placement in placements for block_id in placement.hits}
+        return num_blocks_to_admit(placements, self.blocks), hits
+
+    def _cut_drafts(self) -> None:
+        """Keep the drafts for which this step has room.
+
+        They come last: after the known tokens of those who run, and after the head of the queue if
+        it can be let in.
+        """
+        budget = self.config.max_num_batched_tokens
+        num_seqs = sum(request.num_seqs for request in self.running)
+        head = None
+        if len(self.waiting):
+            head = self.waiting.peek()
+            if num_seqs + head.num_seqs > self.config.max_num_seqs:
+                head = None
+        if head is None:
+            cut_drafts(self.running, self.blocks, budget)
+            return
+        num_blocks, hits = self._blocks_to_admit(head)
+        num_blocks += self.num_watermark_blocks + self._num_lookahead_blocks(head)
+        num_tokens = sum(
+            sequence.num_tokens - sequence.num_computed_tokens
+            for sequence in head.sequences.values()
+        )
+        num_tokens -= len(hits) * self.config.block_size
+        cut_drafts(
+            self.running, self.blocks, budget, head=Claim(max(1, num_tokens), num_blocks)
         )
 
     def _schedule_running(self, step: SchedulerOutput, budget: int) -> int:

@@ -73,34 +73,6 @@ FAULTS = (
         needs=_DRAFTS,
     ),
     Fault(
-        name="drafts-outlive-a-recompute",
-        mechanism="drafts made before a preemption come back with the request",
-        source="https://github.com/vllm-project/vllm/issues/30916",
-        expected=("CRASH", "ACC", "WORK"),
-        patches=(
-            Patch(
-                f"{_SEQUENCE}.forget_cache",
-                "self.draft_token_ids = []",
-                "reached() if self.draft_token_ids else None",
-            ),
-        ),
-        needs=_DRAFTS,
-    ),
-    Fault(
-        name="drafts-outlive-a-swap",
-        mechanism="drafts made before a swap come back with the request",
-        source="https://github.com/vllm-project/vllm/issues/31944",
-        expected=("CRASH", "ACC", "WORK"),
-        patches=(
-            Patch(
-                "preempt_engine.swapping:Swapper.swap_out",
-                "sequence.draft_token_ids = []",
-                "reached() if sequence.draft_token_ids else None",
-            ),
-        ),
-        needs=_DRAFTS,
-    ),
-    Fault(
         name="drafts-become-tokens-at-a-preemption",
         mechanism="a preempted request keeps its drafts as if they had been accepted",
         source="https://github.com/vllm-project/vllm/issues/30916",
@@ -202,6 +174,23 @@ FAULTS = (
         needs=_DRAFTS | {"penalties"},
     ),
     Fault(
+        name="processors-see-the-drafts",
+        mechanism="penalties and processors take drafts for outputs before they are verified",
+        source="https://github.com/vllm-project/vllm/issues/31944",
+        expected=("TOK",),
+        patches=(
+            Patch(
+                "preempt_engine.llm:LLM._attach_states",
+                "sample_request.output_token_ids = sequence.output_token_ids",
+                "sample_request.output_token_ids = sequence.output_token_ids\n"
+                "if sequence.draft_token_ids and reached():\n"
+                "    sample_request.output_token_ids = ("
+                "sequence.output_token_ids + sequence.draft_token_ids)",
+            ),
+        ),
+        needs=_DRAFTS | {"penalties"},
+    ),
+    Fault(
         name="stop-looked-for-at-the-end-of-a-run",
         mechanism="a stop token within an accepted run does not end the request",
         source="mechanism",
@@ -296,9 +285,9 @@ FAULTS = (
                 "    end = num_tokens",
             ),
             Patch(
-                f"{_SCHEDULER}.schedule",
-                "cut_drafts(self.running, self.blocks, self.config.max_num_batched_tokens)",
-                "cut_drafts(self.running, self.blocks, 10**6)",
+                f"{_SCHEDULER}._cut_drafts",
+                "budget = self.config.max_num_batched_tokens",
+                "budget = 10**6",
                 reached=False,
             ),
             Patch(

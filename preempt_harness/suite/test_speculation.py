@@ -157,12 +157,13 @@ def test_a_later_request_with_the_victims_text(preempt: PreemptHarness, rate: fl
     workload = together(
         request(preempt, "victim", list(prompt), 8 * block),
         companions(preempt, block),
-        request(preempt, "sharer", text[: 7 * block], 2 * block, arrival_step=3 * block),
+        request(preempt, "sharer", text[: 7 * block], 2 * block, arrival_step=3 * block + 2),
         request(preempt, "second", text[: 9 * block], 2 * block, arrival_step=6 * block),
     )
+    # At 3 blocks of output the latest token ends a block, and is not computed yet.
     result = preempt.run(
         workload,
-        plan="preempt:victim@out=5/preempt:victim@out=17",
+        plan=f"preempt:victim@out={3 * block}/preempt:victim@out={4 * block + 1}",
         block_size=block,
         speculative_config=scripted(preempt, rate),
         options={"block_reuse_order": "lifo"},

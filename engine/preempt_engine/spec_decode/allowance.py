@@ -1,30 +1,45 @@
 """How many drafts a step has room for. Decides nothing else; knows no proposer.
 
 Drafts are a gamble, known tokens are not: a step computes the known tokens of those who run first,
-and drafts have what is left of the token budget and of the blocks. So a draft never takes a token
-of the budget from another running request, and never costs anybody its blocks.
+lets the head of the queue in if it can, and drafts have what is left of the token budget and of the
+blocks. So a draft never takes a token of the budget from another request that can go on, and never
+costs anybody its blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 from preempt_engine.block_manager import BlockManager
 from preempt_engine.sequence import Request, Sequence
 
 
-def cut_drafts(running: Seq[Request], blocks: BlockManager, budget: int) -> None:
+class Claim(NamedTuple):
+    """What a waiting request would take if it were let in."""
+
+    num_tokens: int
+    num_blocks: int
+
+
+def cut_drafts(
+    running: Seq[Request], blocks: BlockManager, budget: int, head: Claim | None = None
+) -> None:
     """Drop the drafts that the step has no room for; earlier requests come first.
 
     Args:
         running: in the order in which they will be scheduled.
         blocks: the pool.
         budget: tokens of the step.
+        head: of the queue; it goes first if there are blocks for it.
     """
     work = [_known_work(request) for request in running]
     budget -= sum(end - sequence.num_computed_tokens for known in work for sequence, end in known)
     num_spare = _num_spare_blocks(work, blocks)
+    if head is not None and head.num_blocks <= num_spare:
+        budget -= head.num_tokens
+        num_spare -= head.num_blocks
     for known in work:
         for sequence, end in known:
             if not sequence.draft_token_ids:
