@@ -227,9 +227,7 @@ class _Peak(NamedTuple):
     unfinished: list[Demand]
 
 
-def _peak_at_a_step(
-    group: list[Demand], model: AdmissionModel, prefill_steps: int
-) -> _Peak | None:
+def _peak_at_a_step(group: list[Demand], model: AdmissionModel, prefill_steps: int) -> _Peak | None:
     """The step that needs most, where each request grows by one token in every step."""
     peaks = []
     for step in sorted({demand.least_outputs - 1 for demand in group}):

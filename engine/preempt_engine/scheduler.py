@@ -364,9 +364,7 @@ class Scheduler:
             for sequence in head.sequences.values()
         )
         num_tokens -= len(hits) * self.config.block_size
-        cut_drafts(
-            self.running, self.blocks, budget, head=Claim(max(1, num_tokens), num_blocks)
-        )
+        cut_drafts(self.running, self.blocks, budget, head=Claim(max(1, num_tokens), num_blocks))
 
     def _schedule_running(self, step: SchedulerOutput, budget: int) -> int:
         """Returns what is left of the budget: nothing when blocks ran short.
@@ -560,9 +558,7 @@ class Scheduler:
         return StateCheck(
             num_sequences=sum(sequence.known_to_workers for sequence in self._sequences()),
             checksums=[
-                state_checksum(
-                    sequence.token_ids + sequence.draft_token_ids, sequence.block_table
-                )
+                state_checksum(sequence.token_ids + sequence.draft_token_ids, sequence.block_table)
                 for sequence in scheduled
             ],
         )

@@ -162,8 +162,9 @@ def check_vain(record: TrialRecord) -> CheckResult:
 
     A request that needs a block and is the least urgent itself is its own victim; nobody gains.
     Blocks that are swapped out may be withheld until they are copied, so that they are had in the
-    next step, unless the plan steps in. One that needs blocks for several branches may find that those of all less urgent
-    ones are not enough, and go itself; the log does not tell whether that could be foreseen.
+    next step, unless the plan steps in. One that needs blocks for several branches may find that
+    those of all less urgent ones are not enough, and go itself; the log does not tell whether that
+    could be foreseen.
     """
     listing = Listing()
     tables = SchedulerTables()

@@ -9,6 +9,7 @@ _SEQUENCE = "preempt_engine.sequence:Sequence"
 _CHOOSE = "preempt_engine.llm:LLM._choose_tokens"
 _SEND = f"{_SCHEDULER}._send_drafts"
 _DRAFT_MODEL = "preempt_engine.spec_decode.draft_model:DraftModelProposer"
+_APPEND_NEXT = "drafted.append((request, sequence, self._sample_request(request, sequence, row)))"
 _DRAFTS = frozenset({"speculation"})
 # Within a run of accepted drafts: the position before is computed already.
 _IN_A_RUN = "sequence.num_computed_tokens >= sequence.num_tokens"
@@ -147,8 +148,8 @@ FAULTS = (
         patches=(
             Patch(
                 _CHOOSE,
-                "drafted.append((request, sequence, self._sample_request(request, sequence, row)))",
-                "drafted.append((request, sequence, self._sample_request(request, sequence, row)))\n"
+                _APPEND_NEXT,
+                f"{_APPEND_NEXT}\n"
                 "if not request.params.greedy and reached():\n"
                 "    drafted[-1][2].position = sample_request.position",
             ),
@@ -165,7 +166,7 @@ FAULTS = (
                 "preempt_engine.llm:LLM._attach_states",
                 "sample_request.output_token_ids = sequence.output_token_ids",
                 "sample_request.output_token_ids = sequence.output_token_ids\n"
-                f"if sequence.num_output_tokens > 1 and sequence.num_unverified_tokens == 0"
+                "if sequence.num_output_tokens > 1 and sequence.num_unverified_tokens == 0"
                 " and sequence.num_computed_tokens == sequence.num_tokens"
                 " and sequence.max_computed_tokens > sequence.num_prefill_tokens and reached():\n"
                 "    sample_request.output_token_ids = sequence.output_token_ids[:-1]",

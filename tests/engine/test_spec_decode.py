@@ -12,11 +12,11 @@ from preempt_engine import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from preempt_engine.block_manager import BlockManager
 from preempt_engine.errors import ConfigError
 from preempt_engine.exact import reference_generate
+from preempt_engine.sequence import Request, Sequence
 from preempt_engine.spec_decode.allowance import cut_drafts
 from preempt_engine.spec_decode.config import SpeculativeConfig
 from preempt_engine.spec_decode.ngram import NgramProposer
 from preempt_engine.spec_decode.proposer import DraftRequest, is_kept
-from preempt_engine.sequence import Request, Sequence
 from preempt_engine.step import SchedulerOutput, SequenceKey
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -257,7 +257,8 @@ def test_ngrams_of_a_growing_text_are_those_of_the_whole() -> None:
     growing = NgramProposer(config)
     text = [(i * i) % 7 for i in range(60)]
     for length in range(1, 61):
-        assert _propose(growing, text[:length], 3) == _propose(NgramProposer(config), text[:length], 3)
+        anew = _propose(NgramProposer(config), text[:length], 3)
+        assert _propose(growing, text[:length], 3) == anew
 
 
 def test_a_positions_lot_is_its_own() -> None:
