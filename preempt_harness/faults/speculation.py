@@ -11,6 +11,8 @@ _SEND = f"{_SCHEDULER}._send_drafts"
 _DRAFT_MODEL = "preempt_engine.spec_decode.draft_model:DraftModelProposer"
 _APPEND_NEXT = "drafted.append((request, sequence, self._sample_request(request, sequence, row)))"
 _DRAFTS = frozenset({"speculation"})
+_APPEND_NEXT = "drafted.append((request, sequence, self._sample_request(request, sequence, row)))"
+_DRAFTS = frozenset({"speculation"})
 # Within a run of accepted drafts: the position before is computed already.
 _IN_A_RUN = "sequence.num_computed_tokens >= sequence.num_tokens"
 
@@ -163,13 +165,14 @@ FAULTS = (
         expected=("TOK",),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM._attach_states",
-                "sample_request.output_token_ids = sequence.output_token_ids",
-                "sample_request.output_token_ids = sequence.output_token_ids\n"
-                "if sequence.num_output_tokens > 1 and sequence.num_unverified_tokens == 0"
-                " and sequence.num_computed_tokens == sequence.num_tokens"
-                " and sequence.max_computed_tokens > sequence.num_prefill_tokens and reached():\n"
-                "    sample_request.output_token_ids = sequence.output_token_ids[:-1]",
+                _CHOOSE,
+                "self._attach_states(wanted)",
+                "self._attach_states(wanted)\n"
+                "first = self.__dict__.setdefault('_first', {})\n"
+                "for _, sequence, one in wanted:\n"
+                "    known = first.setdefault((sequence.key, step_id), one.output_token_ids)\n"
+                "    if len(known) < len(one.output_token_ids) and reached():\n"
+                "        one.output_token_ids = known",
             ),
         ),
         needs=_DRAFTS | {"penalties"},
@@ -217,12 +220,11 @@ FAULTS = (
         expected=("TOK", "DEL"),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM._sample_request",
-                "num_output_tokens=sequence.num_output_tokens",
-                "num_output_tokens=sequence.num_output_tokens - (builder.params.min_tokens > 0"
-                f" and 1 < sequence.num_output_tokens and {_IN_A_RUN}"
-                " and bool(sequence.max_computed_tokens > sequence.num_prefill_tokens)"
-                " and reached())",
+                _CHOOSE,
+                _APPEND_NEXT,
+                f"{_APPEND_NEXT}\n"
+                "if drafted[-1][2].banned_ids != sample_request.banned_ids and reached():\n"
+                "    drafted[-1][2].num_output_tokens = sample_request.num_output_tokens",
             ),
         ),
         needs=_DRAFTS,

@@ -217,7 +217,7 @@ def test_state_within_an_accepted_run(preempt: PreemptHarness, item: str, mode: 
     require_mode(preempt, mode)
     block = block_size(preempt)
     workload = together(
-        [request(preempt, f"r{i}", 2 * block + i, 8 * block, **sampling) for i in range(3)]
+        [request(preempt, f"r{i}", 2 * block + i, 8 * block, **sampling) for i in range(8)]
     )
     result = preempt.run(
         workload,
