@@ -810,7 +810,7 @@ class LLM:
             else:
                 output = self._fail_branch(step_id, request, sequence, token)
             outputs[output.request_id] = output
-            if sequence.num_computed_tokens >= sequence.num_tokens:
+            if sequence.num_computed_tokens >= len(sequence.token_ids):  # it was drafted
                 sequence.first_wanted_logits += 1
                 row = sample_request.row + 1
                 drafted.append((request, sequence, self._sample_request(request, sequence, row)))

@@ -148,14 +148,19 @@ class Scheduler:
 
     def append_token(self, sequence: Sequence, token_id: int) -> None:
         """A token was chosen from the logits of the sequence's last position."""
-        num_unverified = sequence.num_unverified_tokens
-        was_drafted = sequence.append_token(token_id)
         self.counters.num_generated_tokens += 1
-        if was_drafted:
+        if sequence.draft_token_ids:
+            self._verify_draft(sequence, token_id)
+        else:
+            sequence.append_token(token_id)
+
+    def _verify_draft(self, sequence: Sequence, token_id: int) -> None:
+        num_drafts = len(sequence.draft_token_ids)
+        if sequence.verify_draft(token_id):
             self.counters.num_accepted_tokens += 1
             self.blocks.make_findable(sequence)
         else:
-            self.counters.num_rejected_tokens += num_unverified
+            self.counters.num_rejected_tokens += num_drafts
 
     def fork(self, request: Request, parent: Sequence) -> Sequence:
         """Split a branch off a sequence whose tokens are all computed."""
@@ -283,7 +288,8 @@ class Scheduler:
                 continue
             requests.append(request)
             sequence.set_computed(item.end)
-            self.counters.num_drafted_tokens += sequence.num_unverified_tokens
+            if sequence.draft_token_ids:
+                self.counters.num_drafted_tokens += sequence.num_unverified_tokens
             if sequence.followers:
                 sequence.release_followers()
             self.blocks.make_findable(sequence)

@@ -108,17 +108,20 @@ class Sequence:
         """Drafts that are computed and wait for the tokens of their positions."""
         return max(0, self.num_computed_tokens - len(self.token_ids))
 
-    def append_token(self, token_id: int) -> bool:
-        """The sequence goes on with a token that was chosen from the logits before its position.
+    def append_token(self, token_id: int) -> None:
+        """The sequence goes on with a token that was chosen from its last logits."""
+        assert self.num_computed_tokens == len(self.token_ids)
+        self.token_ids.append(token_id)
+
+    def verify_draft(self, token_id: int) -> bool:
+        """The sequence goes on with a token that was chosen for the position of its first draft.
 
         Returns:
-            Whether it was drafted, so that its position is computed already.
+            Whether it is the draft, so that its position is computed already.
         """
-        assert self.num_computed_tokens >= self.num_tokens
+        assert self.num_computed_tokens > len(self.token_ids)
         self.token_ids.append(token_id)
         drafts = self.draft_token_ids
-        if not drafts:
-            return False
         if drafts[0] != token_id:  # what was computed for it and those behind it is of no use
             self.num_stale_tokens = len(drafts)
             self.draft_token_ids = []
@@ -131,14 +134,15 @@ class Sequence:
 
     def set_computed(self, num_computed_tokens: int) -> None:
         """The one place where progress changes."""
-        num_tokens = self.num_tokens
-        most = num_tokens + len(self.draft_token_ids)
-        assert 0 <= num_computed_tokens <= most, (
-            f"sequence {self.key}: 0 <= {num_computed_tokens} <= {most} does not hold"
+        num_tokens = len(self.token_ids)
+        assert 0 <= num_computed_tokens <= num_tokens + len(self.draft_token_ids), (
+            f"sequence {self.key}: 0 <= {num_computed_tokens} <= {num_tokens} and "
+            f"{len(self.draft_token_ids)} drafts does not hold"
         )
         self.num_computed_tokens = num_computed_tokens
-        own = min(num_computed_tokens, num_tokens)
-        self.max_computed_tokens = max(self.max_computed_tokens, own)
+        own = num_computed_tokens if num_computed_tokens < num_tokens else num_tokens
+        if own > self.max_computed_tokens:
+            self.max_computed_tokens = own
 
     def release_followers(self) -> None:
         """Let those go on whose tokens are computed by now."""

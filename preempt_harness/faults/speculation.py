@@ -24,7 +24,7 @@ FAULTS = (
         expected=("KVSAN", "TOK", "CRASH"),
         patches=(
             Patch(
-                f"{_SEQUENCE}.append_token",
+                f"{_SEQUENCE}.verify_draft",
                 "self.set_computed(self.num_tokens - 1)",
                 "self.set_computed(self.num_tokens)",
             ),
@@ -38,7 +38,7 @@ FAULTS = (
         expected=("KVSAN", "TOK"),
         patches=(
             Patch(
-                f"{_SEQUENCE}.append_token",
+                f"{_SEQUENCE}.verify_draft",
                 "if drafts[0] != token_id:",
                 "if drafts[0] != token_id and not (len(drafts) > 1 and reached()):",
             ),
@@ -99,10 +99,10 @@ FAULTS = (
         expected=("KVSAN", "TOK"),
         patches=(
             Patch(
-                f"{_SCHEDULER}.append_token",
-                "self.counters.num_rejected_tokens += num_unverified",
-                "self.counters.num_rejected_tokens += num_unverified\n"
-                "if num_unverified and sequence.num_tokens % self.config.block_size == 0"
+                f"{_SCHEDULER}._verify_draft",
+                "self.counters.num_rejected_tokens += num_drafts",
+                "self.counters.num_rejected_tokens += num_drafts\n"
+                "if sequence.num_tokens % self.config.block_size == 0"
                 " and reached():\n"
                 "    sequence.num_computed_tokens += 1\n"
                 "    self.blocks.make_findable(sequence)\n"
@@ -127,8 +127,8 @@ FAULTS = (
         patches=(
             Patch(
                 _CHOOSE,
-                "if sequence.num_computed_tokens >= sequence.num_tokens:",
-                "if sequence.num_computed_tokens >= sequence.num_tokens"
+                "if sequence.num_computed_tokens >= len(sequence.token_ids):",
+                "if sequence.num_computed_tokens >= len(sequence.token_ids)"
                 " + (not sequence.draft_token_ids and reached()):",
             ),
         ),
@@ -267,7 +267,7 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_SEQUENCE}.set_computed",
-                "own = min(num_computed_tokens, num_tokens)",
+                "own = num_computed_tokens if num_computed_tokens < num_tokens else num_tokens",
                 "own = num_computed_tokens\n"
                 "reached() if num_computed_tokens > num_tokens else None",
             ),
