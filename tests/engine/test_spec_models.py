@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from preempt_engine import LLM, RequestOutput, SamplingParams  # noqa: E402
-from preempt_engine.errors import ConfigError  # noqa: E402
-from preempt_engine.models.config import ModelConfig, resolve_model  # noqa: E402
-from preempt_harness.checkpoints import resolve_model_name  # noqa: E402
+from preempt_engine import LLM, RequestOutput, SamplingParams
+from preempt_engine.errors import ConfigError
+from preempt_engine.models.config import ModelConfig, resolve_model
+from preempt_harness.checkpoints import resolve_model_name
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
