@@ -35,9 +35,10 @@ class BaselineStore:
     def get(self, settings: EngineSettings, workload: Workload, adapter: EngineAdapter) -> Baseline:
         """The baseline of a workload under these settings, whatever their block count.
 
-        Nothing is drafted in it: that a draft changes no output is part of the comparison.
+        Nothing is drafted or decided ahead in it: that this changes no output is part of the
+        comparison.
         """
-        settings = msgspec.structs.replace(settings, speculative_config=None)
+        settings = msgspec.structs.replace(settings, speculative_config=None, async_scheduling=0)
         roomy = Trial(
             engine=adapter.name,
             settings=roomy_settings(settings, workload, adapter),

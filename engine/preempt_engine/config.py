@@ -58,6 +58,8 @@ class EngineConfig:
         enable_prefix_caching: keep full blocks findable by content.
         speculative_config: how tokens are drafted ahead, see `SpeculativeConfig`, of which a
             dictionary names fields; None drafts nothing.
+        async_scheduling: steps that are decided ahead of the one that runs, 0 to 2. Not together
+            with drafts or priorities.
         enforce_eager: never capture CUDA graphs.
         tensor_parallel_size: number of ranks.
         seed: of everything random in the engine.
@@ -93,6 +95,7 @@ class EngineConfig:
     swap_space_bytes: int | None = None
     enable_prefix_caching: bool = True
     speculative_config: SpeculativeConfig | None = None
+    async_scheduling: int = 0
     enforce_eager: bool = True
     tensor_parallel_size: int = 1
     seed: int = 0
@@ -120,6 +123,7 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, get_args(Dtype))
         _check_choice("preemption_mode", self.preemption_mode, get_args(PreemptionMode))
         _check_swap_space(self.swap_space_blocks, self.swap_space_bytes)
+        _check_async_scheduling(self)
         if not isinstance(self.speculative_config, SpeculativeConfig | None):
             raise ConfigError(
                 f"speculative_config={self.speculative_config!r} is no configuration.",
@@ -237,6 +241,24 @@ def _check_swap_space(blocks: int | None, num_bytes: int | None) -> None:
 def _check_seconds(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ConfigError(f"{name}={value!r} is not a time.", "Give seconds, more than 0.")
+
+
+def _check_async_scheduling(config: EngineConfig) -> None:
+    depth = config.async_scheduling
+    if isinstance(depth, bool) or not isinstance(depth, int) or not 0 <= depth <= 2:
+        raise ConfigError(f"async_scheduling={depth!r} is no depth.", "Give 0, 1 or 2.")
+    if depth and config.speculative_config is not None:
+        raise ConfigError(
+            f"async_scheduling={depth} and speculative_config are both given: how many tokens a "
+            "step brings is not known when the next is decided.",
+            "Give one of them.",
+        )
+    if depth and config.scheduling_policy == "priority":
+        raise ConfigError(
+            f'async_scheduling={depth} with scheduling_policy="priority": blocks of a victim are '
+            "not free while a step is under way.",
+            'Leave one of them out; scheduling_policy="fcfs" goes with both.',
+        )
 
 
 def _check_worker_hooks(hooks: object) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence as Seq
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
+from preempt_engine.async_scheduler import AsyncScheduler
 from preempt_engine.batch import (
     Params,
     Prompt,
@@ -39,6 +40,7 @@ from preempt_engine.executor.uniproc import UniprocExecutor
 from preempt_engine.observer import EngineObserver
 from preempt_engine.output_builder import OutputBuilder
 from preempt_engine.outputs import RequestOutput, StreamDelta, TokenScore
+from preempt_engine.pipeline import StepPipeline
 from preempt_engine.reset import changed_config
 from preempt_engine.sampling.history import ProcessorStates
 from preempt_engine.sampling.logprobs import read_row, score_rows, top_logprobs_of_rows
@@ -359,6 +361,8 @@ class LLM:
         """
         self._check_open()
         ended_early, self._ended_early = self._ended_early, []
+        if self._pipeline is not None:
+            return ended_early + self._pipeline.step()
         step = self.schedule()
         if step is None:
             return ended_early
@@ -410,6 +414,8 @@ class LLM:
         self._finish_branches(self.scheduler.next_step_id, builders, "abort")
         self._states.drop(request)
         self.scheduler.abort(request)
+        if self._pipeline is not None and not self.scheduler.requests:
+            self._pipeline.drain()  # nobody else will
         return builders[0].output
 
     def has_unfinished_requests(self) -> bool:
@@ -601,12 +607,22 @@ class LLM:
         num_host_blocks = self.config.swap_space_blocks
         if num_host_blocks is None:
             num_host_blocks = self._executor.num_host_blocks
-        self.scheduler = Scheduler(
+        depth = self.config.async_scheduling
+        self.scheduler = (AsyncScheduler if depth else Scheduler)(
             self.config,
             self.config.num_kv_blocks or self._executor.num_kv_blocks,
             num_host_blocks=num_host_blocks,
             controller=controller,
         )
+        self._pipeline: StepPipeline | None = None
+        if isinstance(self.scheduler, AsyncScheduler):
+            self._pipeline = StepPipeline(
+                self.scheduler,
+                depth,
+                decide=self.schedule,
+                execute=self.execute,
+                update=self.update,
+            )
         self.max_total_tokens = self._max_total_tokens(num_prompt_tokens=0, num_sequences=1)
         self._num_arrived = 0
         self._begin_speculation()
@@ -803,6 +819,7 @@ class LLM:
         if self._states:
             self._attach_states(wanted)
         tokens = sample(logits, [sample_request for _, _, sample_request in wanted])
+        drafts = self._speculator is not None
         drafted: list[Wanted] = []
         for (request, sequence, sample_request), token in zip(wanted, tokens, strict=True):
             if isinstance(token, SampledToken):
@@ -810,7 +827,8 @@ class LLM:
             else:
                 output = self._fail_branch(step_id, request, sequence, token)
             outputs[output.request_id] = output
-            if sequence.num_computed_tokens >= len(sequence.token_ids):  # it was drafted
+            # With the token's position computed already, it was drafted.
+            if drafts and sequence.num_computed_tokens >= len(sequence.token_ids):
                 sequence.first_wanted_logits += 1
                 row = sample_request.row + 1
                 drafted.append((request, sequence, self._sample_request(request, sequence, row)))

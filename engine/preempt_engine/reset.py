@@ -20,6 +20,7 @@ RESETTABLE_FIELDS = frozenset(
         "watermark",
         "enable_prefix_caching",
         "speculative_config",
+        "async_scheduling",
         "block_reuse_order",
         "seed",
         "poison",

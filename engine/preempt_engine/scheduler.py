@@ -30,7 +30,7 @@ from preempt_engine.admission import Placement, WaitingQueue, num_blocks_to_admi
 from preempt_engine.block_manager import BlockManager
 from preempt_engine.config import EngineConfig, PreemptionMode
 from preempt_engine.observer import EngineObserver, PoolCounts, PoolState
-from preempt_engine.sequence import Request, RequestStatus, Sequence
+from preempt_engine.sequence import PLACEHOLDER, Request, RequestStatus, Sequence
 from preempt_engine.spec_decode.allowance import Claim, cut_drafts, num_lookahead_blocks
 from preempt_engine.step import (
     ScheduledSequence,
@@ -156,7 +156,9 @@ class Scheduler:
 
     def _verify_draft(self, sequence: Sequence, token_id: int) -> None:
         num_drafts = len(sequence.draft_token_ids)
-        if sequence.verify_draft(token_id):
+        if sequence.draft_token_ids[0] == PLACEHOLDER:
+            sequence.fill_placeholder(token_id)
+        elif sequence.verify_draft(token_id):
             self.counters.num_accepted_tokens += 1
             self.blocks.make_findable(sequence)
         else:
@@ -472,13 +474,17 @@ class Scheduler:
         sequence.num_sent_blocks = len(sequence.block_table)
         sequence.num_stale_blocks = 0
         if self.observer is not None:
-            self.observer.scheduled(step.step_id, sequence.key, start, end)
+            self._report_scheduled(step, step.scheduled[-1])
+
+    def _report_scheduled(self, step: SchedulerOutput, item: ScheduledSequence) -> None:
+        if self.observer is not None:
+            self.observer.scheduled(step.step_id, item.key, item.start, item.end)
 
     @staticmethod
     def _send_drafts(item: ScheduledSequence, sequence: Sequence) -> None:
         """Drafts travel behind the known tokens, and rejected ones of earlier steps are cut off."""
         del sequence.draft_token_ids[max(0, item.end - sequence.num_tokens) :]
-        item.new_token_ids += sequence.draft_token_ids
+        item.new_token_ids += sequence.draft_token_ids[max(0, item.start - sequence.num_tokens) :]
         item.num_stale_tokens = sequence.num_stale_tokens
         sequence.num_stale_tokens = 0
 
@@ -556,7 +562,7 @@ class Scheduler:
             )
         self.observer.swapped_in(step.step_id, request.request_id, pairs)
 
-    def _state_check(self, step: SchedulerOutput) -> StateCheck:
+    def _state_check(self, step: SchedulerOutput) -> StateCheck | None:
         """What the workers must know after the step; taken from the sequences, not the deltas."""
         scheduled = [
             self.requests[item.key.request_id].sequences[item.key.branch] for item in step.scheduled

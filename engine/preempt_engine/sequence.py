@@ -27,6 +27,10 @@ from preempt_engine.sampling.params import BeamSearchParams, SamplingParams
 from preempt_engine.step import SequenceKey
 
 
+PLACEHOLDER = -1
+"""In `draft_token_ids`: the token that a step under way will sample; no guess, and never wrong."""
+
+
 class RequestStatus(enum.Enum):
     """Where a request stands. A preempted request is WAITING again, with its tokens kept."""
 
@@ -57,6 +61,7 @@ class Sequence:
         follows: waits for the sequence that it is a follower of.
         draft_token_ids: guesses at the tokens after `token_ids`; computed ones wait for their
             verification in the same step.
+        incarnation: counts the times it lost its blocks.
         num_sent_tokens, num_sent_blocks: what the workers already have.
         num_stale_tokens: rejected drafts that the workers have beyond `num_sent_tokens`, to be cut
             off.
@@ -81,6 +86,7 @@ class Sequence:
     followers: list[tuple[Sequence, int]] = field(default_factory=list)
     follows: bool = False
     draft_token_ids: list[int] = field(default_factory=list)
+    incarnation: int = 0
     num_sent_tokens: int = 0
     num_sent_blocks: int = 0
     num_stale_tokens: int = 0
@@ -106,6 +112,8 @@ class Sequence:
     @property
     def num_unverified_tokens(self) -> int:
         """Drafts that are computed and wait for the tokens of their positions."""
+        if PLACEHOLDER in self.draft_token_ids:
+            return 0
         return max(0, self.num_computed_tokens - len(self.token_ids))
 
     def append_token(self, token_id: int) -> None:
@@ -131,6 +139,18 @@ class Sequence:
         self.num_sent_tokens += 1
         self.max_computed_tokens = max(self.max_computed_tokens, self.num_tokens)
         return True
+
+    def fill_placeholder(self, token_id: int) -> None:
+        """The token has come for which a placeholder stood, in a step's message perhaps."""
+        if self.num_computed_tokens > len(self.token_ids):
+            self.num_sent_tokens += 1
+        self.token_ids.append(token_id)
+        del self.draft_token_ids[0]
+
+    def plan_computed(self, num_computed_tokens: int) -> None:
+        """A step is decided that will compute so many; it counts as computed for what follows."""
+        assert num_computed_tokens <= len(self.token_ids) + len(self.draft_token_ids)
+        self.num_computed_tokens = num_computed_tokens
 
     def set_computed(self, num_computed_tokens: int) -> None:
         """The one place where progress changes."""
@@ -193,6 +213,7 @@ class Sequence:
         self.followers = []
         self.follows = False
         self.draft_token_ids = []
+        self.incarnation += 1
         self.num_sent_tokens = 0
         self.num_sent_blocks = 0
         self.num_stale_tokens = 0

@@ -131,8 +131,8 @@ class SchedulerOutput:
 
     @property
     def has_work(self) -> bool:
-        """False when there is nothing to send: neither rows nor blocks to swap out."""
-        return bool(self.scheduled or self.swap_out)
+        """False when there is nothing to send: neither rows nor blocks to swap."""
+        return bool(self.scheduled or self.swap_out or self.swap_in)
 
     @property
     def num_scheduled_tokens(self) -> int:

@@ -63,6 +63,7 @@ class EmbeddedAdapter:
             predicts=(
                 settings.options.get("preemption_mode", "recompute") == "recompute"
                 and not num_drafts
+                and not settings.async_scheduling
             ),
         )
 
@@ -304,6 +305,7 @@ def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[st
         "watermark": settings.watermark,
         "enable_prefix_caching": settings.enable_prefix_caching,
         "speculative_config": _speculative_config(settings),
+        "async_scheduling": settings.async_scheduling,
         "seed": settings.seed,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "deterministic": settings.deterministic,

@@ -53,6 +53,7 @@ BAD_WORDS = "bad_words"
 LOGITS_PROCESSORS = "logits_processors"
 STRUCTURED_OUTPUTS = "structured_outputs"  # JSON schema and regular expression
 PROMPT_ONLY = "prompt_only"  # `max_tokens` of 0
+ASYNC_SCHEDULING = "async_scheduling"  # steps decided ahead of the one that runs
 SPECULATION = "speculation"  # `speculative_config`; the methods are the engine's
 
 CAPABILITIES = frozenset(
@@ -91,6 +92,7 @@ CAPABILITIES = frozenset(
         LOGITS_PROCESSORS,
         STRUCTURED_OUTPUTS,
         PROMPT_ONLY,
+        ASYNC_SCHEDULING,
         SPECULATION,
     }
 )
@@ -114,6 +116,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         speculative_config: how tokens are drafted ahead, in vLLM's form, with "method" and
             "num_speculative_tokens" (needs `SPECULATION`); None drafts nothing. Baselines are
             always run without: drafts must not change an output.
+        async_scheduling: steps decided ahead of the one that runs (needs `ASYNC_SCHEDULING`).
+            Baselines are always run with 0.
         seed: of the engine.
         tensor_parallel_size: number of ranks.
         deterministic: ask for bitwise equal logits where the engine can.
@@ -132,6 +136,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     watermark: float = 0.0
     enable_prefix_caching: bool = True
     speculative_config: dict[str, Any] | None = None
+    async_scheduling: int = 0
     seed: int = 0
     tensor_parallel_size: int = 1
     deterministic: bool = True

@@ -51,6 +51,7 @@ _GIANTS = 0.1  # of trials with a request that can never run
 _SHORT_MODELS = 0.15  # of trials in which max_model_len ends a request
 _PARALLEL = 0.03  # share of trials on two ranks: their start is slow
 _SMALL_SWAP_SPACE = 6  # blocks
+_AHEAD = 0.25  # share of the others in which steps are decided ahead
 _SPECULATIVE = 0.25  # share of trials in which tokens are drafted
 _WATERMARKS = (0.0, 0.0, 0.0, 0.05, 0.3)
 
@@ -80,6 +81,7 @@ def random_trial(
     if settings is None:
         settings = random_settings(source, adapter, model)
         settings = with_drafts(random.Random(f"{seed}/drafts"), settings, adapter)
+        settings = with_steps_ahead(random.Random(f"{seed}/ahead"), settings, adapter)
     workload = random_workload(
         seed,
         vocab_size=adapter.vocab_size(settings),
@@ -114,6 +116,7 @@ def _limited(
         settings,
         max_num_seqs=max(settings.max_num_seqs, branches),
         scheduling_policy="priority" if urgent else settings.scheduling_policy,
+        async_scheduling=0 if urgent else settings.async_scheduling,
     )
     longest = max(request.num_prompt_tokens for request in workload.requests)
     total = max(
@@ -230,6 +233,16 @@ def with_drafts(
     if method != "ngram":
         drafts["acceptance_rate"] = source.choice((0.0, 0.5, 0.9, 1.0, 1.0))
     return msgspec.structs.replace(settings, speculative_config=drafts)
+
+
+def with_steps_ahead(
+    source: random.Random, settings: EngineSettings, adapter: EngineAdapter
+) -> EngineSettings:
+    """The settings, sometimes with steps decided ahead; not where tokens are drafted."""
+    able = protocol.ASYNC_SCHEDULING in adapter.capabilities
+    if not able or settings.speculative_config is not None or source.random() >= _AHEAD:
+        return settings
+    return msgspec.structs.replace(settings, async_scheduling=source.choice((1, 2)))
 
 
 def random_plan(

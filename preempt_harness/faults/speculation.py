@@ -127,8 +127,8 @@ FAULTS = (
         patches=(
             Patch(
                 _CHOOSE,
-                "if sequence.num_computed_tokens >= len(sequence.token_ids):",
-                "if sequence.num_computed_tokens >= len(sequence.token_ids)"
+                "if drafts and sequence.num_computed_tokens >= len(sequence.token_ids):",
+                "if drafts and sequence.num_computed_tokens >= len(sequence.token_ids)"
                 " + (not sequence.draft_token_ids and reached()):",
             ),
         ),
