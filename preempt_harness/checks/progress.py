@@ -8,7 +8,8 @@ every step; and what the plan forces is paid for separately.
     steps <= last arrival + sum_r (t_r + O_r + 2) + forced preemptions * (max_r t_r + 2) + exempt
     K      = sum_r (t_r + 2) + 2      in so many steps somebody gets further than ever before
 
-Steps in which the harness holds blocks are exempt. A forced preemption starts K anew.
+Steps in which the harness holds blocks are exempt. A forced preemption starts K anew. With d steps
+decided ahead of the one that runs, each 2 above is 2 + 2d.
 """
 
 from __future__ import annotations
@@ -67,17 +68,20 @@ def step_bounds(record: TrialRecord) -> StepBounds:
         num_blocks_for(spec.num_prompt_tokens + spec.sampling.max_tokens, chunk)
         for spec in specs.values()
     ]
+    depth = record.header.config.get("async_scheduling")
+    # Steps under way at a preemption are for nothing, and those behind it wait for blocks.
+    spare = _SPARE + (2 * depth if isinstance(depth, int) else 0)
     work = sum(times) + sum(
-        spec.sampling.max_tokens * num_blocks_for(spec.sampling.num_sequences, chunk) + _SPARE
+        spec.sampling.max_tokens * num_blocks_for(spec.sampling.num_sequences, chunk) + spare
         for spec in specs.values()
     )
     last_arrival = max((spec.arrival_step for spec in specs.values()), default=0)
     forced = sum(
         isinstance(event, Preempted) and event.reason == "forced" for event in record.events
     )
-    again = max(times, default=0) + _SPARE
+    again = max(times, default=0) + spare
     exempt = len(_exempt_steps(record))
-    stall = sum(time + _SPARE for time in times) + _SPARE
+    stall = sum(time + spare for time in times) + spare
     return StepBounds(
         total=last_arrival + work + forced * again + exempt,
         stall=stall,
@@ -85,7 +89,7 @@ def step_bounds(record: TrialRecord) -> StepBounds:
             f"last arrival {last_arrival} + work {work} + {forced} forced preemptions * {again} "
             f"+ {exempt} steps with held blocks"
         ),
-        stall_formula=f"sum of {sum(times)} steps of computing anew and {_SPARE} per request",
+        stall_formula=f"sum of {sum(times)} steps of computing anew and {spare} per request",
     )
 
 

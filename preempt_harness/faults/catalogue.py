@@ -22,6 +22,7 @@ KINDS = (
     "branches",
     "ranks",
     "speculation",
+    "ahead",
 )
 
 
