@@ -37,6 +37,10 @@ class AdmissionModel(msgspec.Struct, frozen=True, kw_only=True):
         watermark: share of the pool, in [0, 1), that admission leaves free while something runs.
         reserved_blocks: blocks of the pool that no request can have, such as a null block.
         lookahead_tokens: tokens beyond those scheduled for which a running request needs slots.
+        draft_tokens: most drafts of a request that a step computes beyond its known tokens. A step
+            then brings one token to so many and one more; drafts have what the known tokens of
+            running requests leave of budget and blocks, and a request that is admitted beside
+            others finds room for its first ones.
         max_model_len: most tokens of a request, prompt and output; None is no limit.
         prefix_caching: full computed blocks are shared, and stay findable when they are freed.
         predicts: the engine does exactly what `simulate` plays, so that a trial without a plan
@@ -50,6 +54,7 @@ class AdmissionModel(msgspec.Struct, frozen=True, kw_only=True):
     watermark: float = 0.0
     reserved_blocks: int = 0
     lookahead_tokens: int = 0
+    draft_tokens: int = 0
     max_model_len: int | None = None
     prefix_caching: bool = True
     predicts: bool = False
@@ -63,6 +68,7 @@ class AdmissionModel(msgspec.Struct, frozen=True, kw_only=True):
             (0 <= self.watermark < 1, "watermark", "a share in [0, 1)"),
             (self.reserved_blocks >= 0, "reserved_blocks", "0 or more"),
             (self.lookahead_tokens >= 0, "lookahead_tokens", "0 or more"),
+            (self.draft_tokens >= 0, "draft_tokens", "0 or more"),
             (self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "2 or more"),
         )
         for valid, name, expected in checks:

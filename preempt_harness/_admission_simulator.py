@@ -80,11 +80,13 @@ def simulate(
     *,
     output_lengths: Mapping[str, int] | None = None,
     output_token_ids: Mapping[str, Sequence[int]] | None = None,
+    num_accepted_drafts: int = 0,
 ) -> Simulation:
     """Play the workload through the admission model.
 
     In each step arrivals come first, then the workload's operations, then the schedule. Every
-    running request whose known tokens are all computed gains one token.
+    running request whose known tokens are all computed gains one token, and as many more as drafts
+    are taken to be accepted.
 
     Args:
         workload: requests and operations.
@@ -95,10 +97,12 @@ def simulate(
             reported as uncertain if they may stop earlier.
         output_token_ids: request -> ids of such an output. They give the length too, and sharpen
             prefix hits between requests that continue each other's text.
+        num_accepted_drafts: of each request in each step in which it gains a token.
     """
     measured = {name: len(ids) for name, ids in (output_token_ids or {}).items()}
     lengths = {**(output_lengths or {}), **measured}
     run = _Run(workload, model, num_blocks, lengths, output_token_ids or {})
+    run.num_accepted_drafts = num_accepted_drafts
     return run.play()
 
 
@@ -160,6 +164,8 @@ class _Run:
         self.peak_blocks = 0
         self.num_scheduled = 0
         self.num_recomputed = 0
+        self.num_accepted_drafts = 0
+        self.draft_room = 0  # of the step's token budget
 
     def play(self) -> Simulation:
         """All steps until nothing is left."""
@@ -233,6 +239,7 @@ class _Run:
         scheduled: list[tuple[_Request, int]] = []
         num_before = len(self.preemptions)
         budget = self.model.max_num_batched_tokens
+        self.draft_room = max(0, budget - sum(self._num_left(item) for item in self.running))
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
@@ -253,6 +260,10 @@ class _Run:
             scheduled.append((request, end))
             budget -= end - request.num_computed
         return scheduled
+
+    @staticmethod
+    def _num_left(request: _Request) -> int:
+        return len(request.tokens) - request.num_computed
 
     def _grow(self, request: _Request, budget: int) -> int | None:
         """Extend a running request's table, preempting as needed; None if it became the victim."""
@@ -312,13 +323,22 @@ class _Run:
             ),
         }[model.policy]
         needed = model.blocks_for(num_reserved) - len(hits)
-        if needed > room:
+        if needed + self._num_lookahead_blocks(request) > room:
             return None
         pool.share(hits)
         request.table = hits + pool.take(needed)
         request.num_findable = len(hits)
         request.num_computed = start
         return end
+
+    def _num_lookahead_blocks(self, request: _Request) -> int:
+        """Room for first drafts, which an engine that drafts wants beside others."""
+        if not self.running:
+            return 0
+        model, known = self.model, len(request.tokens)
+        most = request.spec.num_prompt_tokens + request.num_outputs_wanted - 1
+        end = max(known, min(known + model.draft_tokens, most))
+        return model.blocks_for(end) - model.blocks_for(known)
 
     def _update(self, scheduled: list[tuple[_Request, int]]) -> None:
         for request, end in scheduled:
@@ -329,9 +349,21 @@ class _Run:
             request.high_water = max(request.high_water, end)
             self._make_findable(request)
             if end == len(request.tokens):
-                request.append_output()
+                self._gain(request)
                 if request.num_outputs == request.num_outputs_wanted:
                     self._finish(request)
+
+    def _gain(self, request: _Request) -> None:
+        """Accepted drafts and one token more, of which all but that one are computed."""
+        left = request.num_outputs_wanted - request.num_outputs
+        drafts = self.num_accepted_drafts if request.num_outputs else 0
+        count = min(left, 1 + min(drafts, self.draft_room))
+        self.draft_room -= count - 1
+        for _ in range(count):
+            request.append_output()
+        if count > 1:
+            room = len(request.table) * self.model.block_size
+            request.num_computed = min(len(request.tokens) - 1, room)
 
     def _finish(self, request: _Request) -> None:
         self.running.remove(request)

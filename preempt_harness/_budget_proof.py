@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from preempt_harness.admission import AdmissionModel, may_stop_early
 from preempt_harness.workload import RequestSpec, Workload
@@ -111,13 +112,14 @@ class ForceArgument:
 
     All of `requests` arrive together and ahead of every other. As long as nothing is preempted they
     are admitted, since even after `num_prefill_steps` steps of growth they hold no more than
-    `admission_blocks`; then they grow by a token in every step. Before any of those counted in
-    `peak_blocks` has finished they would hold `peak_blocks` together.
+    `admission_blocks`; then they grow by a token in every step at least. Before any of those
+    counted in `peak_blocks` has finished they would hold `peak_blocks` together.
 
     Attributes:
         num_prefill_steps: after so many steps all prompts are computed.
         admission_blocks: most blocks they hold until then.
-        peak_step: step, counted from their arrival, that needs `peak_blocks`.
+        peak_step: step, counted from their arrival, that needs `peak_blocks`; with drafts, the
+            earliest one in which a request can end.
         peak_blocks: blocks they need in that step at least.
         unfinished: those still running in that step.
         num_shared_blocks: blocks that prefix sharing may save at most; already taken off.
@@ -146,11 +148,17 @@ class ForceArgument:
         peak = self.arrival_step + self.peak_step
         watermark = f" + {spare} of the watermark" if spare else ""
         shared = f" ({self.num_shared_blocks} shared)" if self.num_shared_blocks else ""
+        when = f"in step {peak} {_names(self.unfinished)} still run and"
+        if model.draft_tokens:
+            when = (
+                f"the first of {_names(self.unfinished)} ends in step {peak} at the earliest, "
+                f"and then they"
+            )
         return (
             f"{_names(self.requests)} arrive in step {self.arrival_step} and are all admitted and "
             f"prefilled by step {prefilled}, since they hold at most {self.admission_blocks} blocks"
-            f"{watermark} <= {usable} usable until then; in step {peak} {_names(self.unfinished)} "
-            f"still run and need {self.peak_blocks} blocks{shared} > {usable}, so a request "
+            f"{watermark} <= {usable} usable until then; {when} "
+            f"need {self.peak_blocks} blocks{shared} > {usable}, so a request "
             f"is preempted by then"
         )
 
@@ -175,20 +183,53 @@ def _force_argument(group: list[Demand], model: AdmissionModel) -> ForceArgument
     """The argument for one group; None if sharing or aborts leave nothing certain."""
     count = len(group)
     tokens = sum(demand.num_prompt_tokens for demand in group)
-    # While a prompt is incomplete, at most the count - 1 others take one token of the step each.
-    prefill_steps = -(-tokens // (model.max_num_batched_tokens - count + 1))
+    most_per_step = model.draft_tokens + 1
+    # While a prompt is incomplete, at most the count - 1 others take tokens of the step.
+    room = model.max_num_batched_tokens - (count - 1) * most_per_step
+    if room < 1:
+        return None
+    prefill_steps = -(-tokens // room)
     shared = _most_shared_blocks(group, model, prefill_steps)
     if shared is None:
         return None
     admission = sum(
         model.blocks_for(
             model.with_lookahead(
-                demand.num_prompt_tokens + min(prefill_steps, demand.most_outputs) - 1
+                demand.num_prompt_tokens
+                + min(prefill_steps * most_per_step, demand.most_outputs)
+                - 1
             )
         )
         for demand in group
     )
-    best: tuple[int, int, list[Demand]] | None = None
+    peak = (_peak_at_first_end if model.draft_tokens else _peak_at_a_step)(
+        group, model, prefill_steps
+    )
+    if peak is None:
+        return None
+    return ForceArgument(
+        requests=tuple(demand.request for demand in group),
+        arrival_step=group[0].arrival_step,
+        num_prefill_steps=prefill_steps,
+        admission_blocks=admission,
+        peak_step=peak.step,
+        peak_blocks=peak.num_blocks - shared,
+        unfinished=tuple(demand.request for demand in peak.unfinished),
+        num_shared_blocks=shared,
+    )
+
+
+class _Peak(NamedTuple):
+    """A step in which some of a group still run, and the blocks that they need in it."""
+
+    step: int
+    num_blocks: int
+    unfinished: list[Demand]
+
+
+def _peak_at_a_step(group: list[Demand], model: AdmissionModel, prefill_steps: int) -> _Peak | None:
+    """The step that needs most, where each request grows by one token in every step."""
+    peaks = []
     for step in sorted({demand.least_outputs - 1 for demand in group}):
         if step < prefill_steps:
             continue
@@ -202,20 +243,32 @@ def _force_argument(group: list[Demand], model: AdmissionModel) -> ForceArgument
             model.blocks_for(demand.num_prompt_tokens + step - prefill_steps + 1)
             for demand in unfinished
         )
-        if best is None or blocks - shared > best[1]:
-            best = (step, blocks - shared, unfinished)
-    if best is None:
-        return None
-    return ForceArgument(
-        requests=tuple(demand.request for demand in group),
-        arrival_step=group[0].arrival_step,
-        num_prefill_steps=prefill_steps,
-        admission_blocks=admission,
-        peak_step=best[0],
-        peak_blocks=best[1],
-        unfinished=tuple(demand.request for demand in best[2]),
-        num_shared_blocks=shared,
-    )
+        peaks.append(_Peak(step, blocks, unfinished))
+    return max(peaks, key=lambda peak: peak.num_blocks, default=None)
+
+
+def _peak_at_first_end(
+    group: list[Demand], model: AdmissionModel, prefill_steps: int
+) -> _Peak | None:
+    """The step in which the first of a group ends, whichever that is, where drafts let them grow
+    by several tokens in a step: it is at its full length, the others have come as far as one token
+    a step brings them."""
+    going_on = [demand for demand in group if demand.abort_step is None]
+    peaks = []
+    for first in going_on:
+        step = -(-(first.least_outputs - 1) // (model.draft_tokens + 1))
+        if step < prefill_steps:
+            return None
+        lengths = [
+            first.least_outputs - 1 if demand is first else step - prefill_steps + 1
+            for demand in going_on
+        ]
+        blocks = sum(
+            model.blocks_for(demand.num_prompt_tokens + length)
+            for demand, length in zip(going_on, lengths, strict=True)
+        )
+        peaks.append(_Peak(step, blocks, going_on))
+    return min(peaks, key=lambda peak: peak.num_blocks, default=None)
 
 
 def _most_shared_blocks(

@@ -59,6 +59,7 @@ class RequestViews:
     def __init__(self) -> None:
         self._views: dict[str, RequestView] = {}
         self._prefill_ends: dict[str, int] = {}
+        self._ends: dict[str, int] = {}  # of the step that computed it last
         self._schedule_is_shown = False
         self._last_choice: dict[str, int] = {}
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
@@ -109,7 +110,7 @@ class RequestViews:
             self._prefill_ends[request] = view.num_tokens
         if event.start < self._prefill_ends[request]:
             view.num_chunks += 1
-        view.num_computed_tokens = event.end
+        view.num_computed_tokens = self._ends[request] = event.end
 
     def _chosen(self, event: TokensChosen) -> None:
         request = event.seq.rpartition(".")[0]
@@ -123,6 +124,8 @@ class RequestViews:
             return
         view = self._view(request)
         view.num_output_tokens += len(event.token_ids)
+        # The last token is not computed yet, and rejected drafts behind it are no progress.
+        view.num_computed_tokens = min(self._ends.get(request, 0), view.num_tokens - 1)
         if view.status == "waiting" and not self._schedule_is_shown:
             view.status = "running"  # its tokens are all that tells
 
@@ -133,3 +136,4 @@ class RequestViews:
         if event.mode != "swap":
             view.num_chunks = 0
             view.num_computed_tokens = 0
+            self._ends.pop(event.request, None)

@@ -48,6 +48,9 @@ class BaselineStore:
     ) -> Baseline:
         """The baseline of a workload under these settings, whatever their block count.
 
+        Nothing is drafted or decided ahead in it: that this changes no output is part of the
+        comparison.
+
         Args:
             settings, workload, adapter: of the trial that is compared.
             kind: "same-config" runs the workload as it is, with room; "solo" runs each request,
@@ -58,6 +61,7 @@ class BaselineStore:
             BaselineError: a request cannot run alone and give the same output.
         """
         workload = undisturbed(workload)
+        settings = msgspec.structs.replace(settings, speculative_config=None, async_scheduling=0)
         if kind == "solo":
             uncached = msgspec.structs.replace(settings, enable_prefix_caching=False)
             return combined(

@@ -236,9 +236,18 @@ class _Solver:
     def simulation(self, num_blocks: int) -> Simulation:
         """The admission model's prediction, played once per count."""
         if num_blocks not in self._simulations:
-            self._simulations[num_blocks] = simulate(
-                self.workload, self.admission, num_blocks, output_lengths=self.output_lengths
-            )
+            played = [
+                simulate(
+                    self.workload,
+                    self.admission,
+                    num_blocks,
+                    output_lengths=self.output_lengths,
+                    num_accepted_drafts=accepted,
+                )
+                for accepted in {0, self.admission.draft_tokens}
+            ]
+            # How many drafts come true nobody knows: at worst it is what preempts least.
+            self._simulations[num_blocks] = min(played, key=lambda item: item.num_preemptions)
         return self._simulations[num_blocks]
 
     def budget(self, num_blocks: int) -> KVBudget:
@@ -265,7 +274,8 @@ class _Solver:
             return "preempts", Proof("proved", argument.statement(model, num_blocks))
         simulation = self.simulation(num_blocks)
         verdict: Verdict = "preempts" if simulation.num_preemptions else "never_preempts"
-        return verdict, Proof("simulated", _simulated_statement(simulation))
+        guess = ", be all drafts accepted or none" if model.draft_tokens else ""
+        return verdict, Proof("simulated", _simulated_statement(simulation) + guess)
 
     def argument(self, num_blocks: int) -> ForceArgument | None:
         """A proof that the count preempts, if there is one."""
@@ -306,7 +316,9 @@ class _Solver:
         proved = {count for count in counts if self.argument(count) is not None}
         best: int | None = None
         best_rank = (False, False, False)
-        for count in sorted(counts, key=lambda n: (n in proved, n < peak, n), reverse=True):
+        # The less certain a count is, the more a small one is worth.
+        sign = -1 if self.admission.draft_tokens else 1
+        for count in sorted(counts, key=lambda n: (n in proved, n < peak, sign * n), reverse=True):
             if best_rank[:2] == (True, True) and count not in proved:
                 break  # those that follow are not proved either
             simulation = self.simulation(count)

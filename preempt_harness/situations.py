@@ -13,6 +13,9 @@ what the record shows.
     hit           what came back from the prefix cache: none, part, or every full block that the
                   victim had computed and may find (a hit never covers the whole sequence)
     prefix_cache  on or off
+    drafts        how tokens are drafted ahead, or off
+    accepted      none, some or all of the drafts in the last step in which the victim had any,
+                  since its blocks were its own
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import combinations, product
+from typing import Any
 
+from preempt_harness.checks.drafts import DraftLedger
 from preempt_harness.checks.finding import request_of
 from preempt_harness.checks.tables import SchedulerTables, first_difference
 from preempt_harness.record import (
@@ -47,6 +52,8 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "neighbour": ("alone", "bystander", "later_sharer"),
     "hit": ("no", "partial", "full"),
     "prefix_cache": ("on", "off"),
+    "drafts": ("off", "ngram", "draft_model", "scripted"),
+    "accepted": ("none", "some", "all"),
 }
 
 NEEDED_EVENTS = frozenset({"Arrived", "BlocksAllocated", "BlocksFreed", "Preempted", "Resumed"})
@@ -155,6 +162,14 @@ UNREACHABLE_RULES = (
         "a resumed request with one chunk done counts as just resumed",
         lambda pair: pair.get("phase") == "prefill_first" and pair.get("repeat") == "repeated",
     ),
+    Rule(
+        "without drafts none is accepted or rejected",
+        lambda pair: pair.get("drafts") == "off" and "accepted" in pair,
+    ),
+    Rule(
+        "drafts follow the first token since the blocks were a request's own",
+        lambda pair: "accepted" in pair and pair.get("phase", "decode") != "decode",
+    ),
 )
 
 
@@ -172,6 +187,7 @@ class _Open:
     header: Header
     running: frozenset[str]
     victims: set[str]
+    accepted: tuple[str, ...]
     neighbours: set[str] = field(default_factory=set)
     hit: str | None = None
 
@@ -188,6 +204,9 @@ class _Open:
         caching = self.header.config.get("enable_prefix_caching")
         if isinstance(caching, bool):
             values["prefix_cache"] = ("on" if caching else "off",)
+        values["accepted"] = self.accepted
+        if "speculative_config" in self.header.config:
+            values["drafts"] = _drafts(self.header.config["speculative_config"])
         return Situation(
             step=self.event.step,
             request=self.event.request,
@@ -211,8 +230,10 @@ class _Classifier:
         self._times: Counter[str] = Counter()
         self._away: dict[str, _Open] = {}
         self._step: tuple[int, frozenset[str], set[str]] = (-1, frozenset(), set())
+        self._ledger = DraftLedger()
 
     def take(self, event: Event) -> None:
+        self._ledger.take(event)
         if isinstance(event, Arrived):
             self._arrive(event)
         elif isinstance(event, BlocksAllocated):
@@ -266,10 +287,33 @@ class _Classifier:
             header=self._header,
             running=running,
             victims=victims,
+            accepted=self._accepted(event.request),
         )
         self._times[event.request] += 1
         self._away[event.request] = situation
         self.found.append(situation)
+
+    def _accepted(self, request: str) -> tuple[str, ...]:
+        """What became of the victim's last drafts; they are not asked about again."""
+        ledger = self._ledger
+        seqs = [seq for seq in ledger.drafted if request_of(seq) == request]
+        num_drafted = sum(ledger.drafted[seq] for seq in seqs)
+        num_accepted = sum(ledger.accepted[seq] for seq in seqs)
+        for seq in seqs:
+            ledger.forget(seq)
+        if not num_drafted:
+            return ()
+        if num_accepted:
+            return ("all" if num_accepted == num_drafted else "some",)
+        return ("none",)
+
+
+def _drafts(speculative: Any) -> tuple[str, ...]:
+    """The method of a speculative configuration, if it is one of the table's."""
+    if speculative is None:
+        return ("off",)
+    method = speculative.get("method") if isinstance(speculative, dict) else None
+    return (method,) if method in DIMENSIONS["drafts"] else ()
 
 
 def _offset(num_computed_tokens: int, block_size: int) -> str:

@@ -289,6 +289,8 @@ def _engine_features(trial: Trial) -> set[str]:
         protocol.STRUCTURED_OUTPUTS: any(
             spec.json_schema is not None or spec.regex is not None for spec in specs
         ),
+        protocol.ASYNC_SCHEDULING: settings.async_scheduling > 0,
+        protocol.SPECULATION: settings.speculative_config is not None,
         protocol.PROMPT_ONLY: any(spec.max_tokens == 0 for spec in specs),
     }
     return {capability for capability, is_asked in asked.items() if is_asked}

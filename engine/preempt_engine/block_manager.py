@@ -238,6 +238,8 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         num_full = sequence.num_computed_tokens // self.block_size
+        if sequence.draft_token_ids:  # which are no content
+            num_full = min(num_full, sequence.num_tokens // self.block_size)
         for index in range(sequence.num_findable_blocks, num_full):
             digest = self._digest(sequence, index)
             if digest not in self._block_of_digest:

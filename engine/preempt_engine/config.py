@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from preempt_engine.errors import ConfigError
+from preempt_engine.spec_decode.config import SpeculativeConfig
 
 BlockReuseOrder = Literal["fifo", "lifo", "random"]
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -54,6 +56,10 @@ class EngineConfig:
         swap_space_bytes: the same in bytes, for each rank. With neither, preemption_mode="swap"
             takes 4 GiB (256 MiB on a CPU), and "recompute" none.
         enable_prefix_caching: keep full blocks findable by content.
+        speculative_config: how tokens are drafted ahead, see `SpeculativeConfig`, of which a
+            dictionary names fields; None drafts nothing.
+        async_scheduling: steps that are decided ahead of the one that runs, 0 to 2. Not together
+            with drafts or priorities.
         enforce_eager: never capture CUDA graphs.
         tensor_parallel_size: number of ranks.
         seed: of everything random in the engine.
@@ -88,6 +94,8 @@ class EngineConfig:
     swap_space_blocks: int | None = None
     swap_space_bytes: int | None = None
     enable_prefix_caching: bool = True
+    speculative_config: SpeculativeConfig | None = None
+    async_scheduling: int = 0
     enforce_eager: bool = True
     tensor_parallel_size: int = 1
     seed: int = 0
@@ -115,6 +123,12 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, get_args(Dtype))
         _check_choice("preemption_mode", self.preemption_mode, get_args(PreemptionMode))
         _check_swap_space(self.swap_space_blocks, self.swap_space_bytes)
+        _check_async_scheduling(self)
+        if not isinstance(self.speculative_config, SpeculativeConfig | None):
+            raise ConfigError(
+                f"speculative_config={self.speculative_config!r} is no configuration.",
+                'Give {"method": "ngram", "num_speculative_tokens": 3}, for instance.',
+            )
         _check_choice("block_reuse_order", self.block_reuse_order, get_args(BlockReuseOrder))
         if not 32 <= self.exact_vocab_size <= 256:
             raise ConfigError(
@@ -131,6 +145,12 @@ class EngineConfig:
         for name in ("worker_timeout_s", "worker_start_timeout_s"):
             _check_seconds(name, getattr(self, name))
         _check_worker_hooks(self.worker_hooks)
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Most drafts of a sequence in one step; 0 without speculation."""
+        speculative = self.speculative_config
+        return 0 if speculative is None else speculative.num_speculative_tokens
 
     @property
     def is_exact(self) -> bool:
@@ -164,6 +184,10 @@ class EngineConfig:
         hooks = kwargs.get("worker_hooks")
         if isinstance(hooks, list):  # as plain data from a file has it
             kwargs = kwargs | {"worker_hooks": tuple(hooks)}
+        speculative = kwargs.get("speculative_config")
+        if isinstance(speculative, Mapping):
+            made = SpeculativeConfig.from_mapping(speculative)
+            kwargs = kwargs | {"speculative_config": made}
         return cls(model=model, **kwargs)
 
 
@@ -217,6 +241,24 @@ def _check_swap_space(blocks: int | None, num_bytes: int | None) -> None:
 def _check_seconds(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ConfigError(f"{name}={value!r} is not a time.", "Give seconds, more than 0.")
+
+
+def _check_async_scheduling(config: EngineConfig) -> None:
+    depth = config.async_scheduling
+    if isinstance(depth, bool) or not isinstance(depth, int) or not 0 <= depth <= 2:
+        raise ConfigError(f"async_scheduling={depth!r} is no depth.", "Give 0, 1 or 2.")
+    if depth and config.speculative_config is not None:
+        raise ConfigError(
+            f"async_scheduling={depth} and speculative_config are both given: how many tokens a "
+            "step brings is not known when the next is decided.",
+            "Give one of them.",
+        )
+    if depth and config.scheduling_policy == "priority":
+        raise ConfigError(
+            f'async_scheduling={depth} with scheduling_policy="priority": blocks of a victim are '
+            "not free while a step is under way.",
+            'Leave one of them out; scheduling_policy="fcfs" goes with both.',
+        )
 
 
 def _check_worker_hooks(hooks: object) -> None:

@@ -126,6 +126,8 @@ class ExactCache:
         """
         size = self.block_size
         state = self._readers.get(reader)
+        if state is not None and start < state.length and not state.dirty:
+            self._take_back(state, start)
         known_length = state.length if state else 0
         previous = self._slot_content(block_table, start - 1) if start else _ROOT
         for position, (token_id, slot) in enumerate(zip(token_ids, slots, strict=True), start):
@@ -197,6 +199,17 @@ class ExactCache:
         for source, destination in pairs:
             self._check_host_block(source)
             self._set_block(destination, self.host_blocks[source])
+
+    def _take_back(self, state: _Reader, start: int) -> None:
+        """Positions from `start` on are about to be written anew (rejected drafts).
+
+        The reader is not dirty, so its slots hold what it has summed up.
+        """
+        size = self.block_size
+        for position in range(start, state.length):
+            value = self.slots[state.table[position // size] * size + position % size]
+            state.total = (state.total - _contribution(value, position)) & _MASK
+        state.length = start
 
     def _block(self, block_id: int) -> list[int]:
         self._check_block(block_id)
@@ -305,6 +318,15 @@ class ReferenceSequence:
         self._length = 0
         for token_id in token_ids:
             self.append(token_id)
+
+    def copy(self) -> ReferenceSequence:
+        """The same history, to be extended in another way."""
+        other = ReferenceSequence()
+        other._salts = self._salts
+        other._previous = list(self._previous)
+        other._totals = list(self._totals)
+        other._length = self._length
+        return other
 
     def append(self, token_id: int) -> None:
         """Extend the history by one token."""

@@ -12,8 +12,9 @@ import os
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
+from preempt_engine.async_scheduler import AsyncScheduler
 from preempt_engine.batch import (
     Params,
     Prompt,
@@ -39,6 +40,7 @@ from preempt_engine.executor.uniproc import UniprocExecutor
 from preempt_engine.observer import EngineObserver
 from preempt_engine.output_builder import OutputBuilder
 from preempt_engine.outputs import RequestOutput, StreamDelta, TokenScore
+from preempt_engine.pipeline import StepPipeline
 from preempt_engine.reset import changed_config
 from preempt_engine.sampling.history import ProcessorStates
 from preempt_engine.sampling.logprobs import read_row, score_rows, top_logprobs_of_rows
@@ -48,6 +50,7 @@ from preempt_engine.sampling.recipes import ProcessorRecipe, RecipeBook
 from preempt_engine.sampling.sampler import SampledToken, SampleRequest, sample
 from preempt_engine.scheduler import Counters, Scheduler
 from preempt_engine.sequence import Request, Sequence
+from preempt_engine.spec_decode.speculator import Speculator, make_speculator
 from preempt_engine.step import LogitsBatch, SchedulerOutput, SequenceKey, StepHandle
 from preempt_engine.stream import DeltaReader
 from preempt_engine.tokenizer import ExactTokenizer, HFTokenizer, Tokenizer
@@ -58,6 +61,10 @@ from preempt_engine.worker.hooks import run_worker_hooks
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+
+Wanted: TypeAlias = tuple[Request, Sequence, SampleRequest]
+"""A token to choose, and for whom."""
 
 
 class LLM:
@@ -96,6 +103,7 @@ class LLM:
         self._scorings: dict[str, _Scoring] = {}
         self._ended_early: list[RequestOutput] = []
         self._streamed: list[RequestOutput] = []
+        self._speculator: Speculator | None = None
         self._closed = False
         try:
             self._begin(preemption_controller, observer)
@@ -331,6 +339,7 @@ class LLM:
             self._ended_early.append(builders[0].output)
             return builders[0].output
         self._builders[request_id] = builders
+        request.max_output_tokens = builders[0].max_output_tokens
         if recipe is not None:
             self._states.add(request_id, recipe)
         if isinstance(params, BeamSearchParams):
@@ -352,6 +361,8 @@ class LLM:
         """
         self._check_open()
         ended_early, self._ended_early = self._ended_early, []
+        if self._pipeline is not None:
+            return ended_early + self._pipeline.step()
         step = self.schedule()
         if step is None:
             return ended_early
@@ -384,7 +395,10 @@ class LLM:
 
     def update(self, step: SchedulerOutput, logits: LogitsBatch) -> list[RequestOutput]:
         """Third phase: apply what the step computed."""
-        outputs = self._deliver(step, self.scheduler.advance(step), logits)
+        requests = self.scheduler.advance(step)
+        outputs = self._deliver(step, requests, logits)
+        if self._speculator is not None:
+            self._speculator.draft(step, requests, self.scheduler)
         if self.scheduler.observer is not None:
             self.scheduler.observer.step_updated(step.step_id, self.scheduler)
         return outputs
@@ -400,6 +414,8 @@ class LLM:
         self._finish_branches(self.scheduler.next_step_id, builders, "abort")
         self._states.drop(request)
         self.scheduler.abort(request)
+        if self._pipeline is not None and not self.scheduler.requests:
+            self._pipeline.drain()  # nobody else will
         return builders[0].output
 
     def has_unfinished_requests(self) -> bool:
@@ -501,6 +517,8 @@ class LLM:
         """Release everything; may be called twice."""
         if not self._closed:
             self._closed = True
+            if self._speculator is not None:
+                self._speculator.close()
             self._executor.close()
 
     def __enter__(self) -> Self:
@@ -589,15 +607,37 @@ class LLM:
         num_host_blocks = self.config.swap_space_blocks
         if num_host_blocks is None:
             num_host_blocks = self._executor.num_host_blocks
-        self.scheduler = Scheduler(
+        depth = self.config.async_scheduling
+        self.scheduler = (AsyncScheduler if depth else Scheduler)(
             self.config,
             self.config.num_kv_blocks or self._executor.num_kv_blocks,
             num_host_blocks=num_host_blocks,
             controller=controller,
         )
+        self._pipeline: StepPipeline | None = None
+        if isinstance(self.scheduler, AsyncScheduler):
+            self._pipeline = StepPipeline(
+                self.scheduler,
+                depth,
+                decide=self.schedule,
+                execute=self.execute,
+                update=self.update,
+            )
         self.max_total_tokens = self._max_total_tokens(num_prompt_tokens=0, num_sequences=1)
         self._num_arrived = 0
+        self._begin_speculation()
         self.set_observer(observer)
+
+    def _begin_speculation(self) -> None:
+        """A draft model that is there already, and is to be there, only forgets."""
+        speculator = self._speculator
+        if speculator is not None and speculator.config == self.config.speculative_config:
+            speculator.reset()
+            return
+        if speculator is not None:
+            speculator.close()
+        self._speculator = None
+        self._speculator = make_speculator(self.config, self._executor)
 
     def _check_idle(self) -> None:
         """Nothing is left over: what a user may have left raises, what we may have left asserts."""
@@ -736,7 +776,7 @@ class LLM:
             requests: whose each scheduled sequence is, None for rows that nobody wants any more.
             logits: the step's rows.
         """
-        wanted: list[tuple[Request, Sequence, SampleRequest]] = []
+        wanted: list[Wanted] = []
         outputs: dict[str, RequestOutput] = {}
         first_row = 0
         for item, request in zip(step.scheduled, requests, strict=True):
@@ -759,16 +799,40 @@ class LLM:
             else:
                 for one in self._branches(request, sequence):
                     wanted.append((request, one, self._sample_request(request, one, rows[0])))
+        while wanted:
+            wanted = self._choose_tokens(step.step_id, logits, wanted, outputs)
+        return list(outputs.values())
+
+    def _choose_tokens(
+        self,
+        step_id: int,
+        logits: LogitsBatch,
+        wanted: list[Wanted],
+        outputs: dict[str, RequestOutput],
+    ) -> list[Wanted]:
+        """One more token for each sequence in `wanted`; adds to `outputs` those that changed.
+
+        Returns:
+            Sequences whose token was drafted: the next one can be sampled at once, from the row
+            of the draft, with everything as it is after the draft.
+        """
         if self._states:
             self._attach_states(wanted)
         tokens = sample(logits, [sample_request for _, _, sample_request in wanted])
-        for (request, sequence, _), token in zip(wanted, tokens, strict=True):
+        drafts = self._speculator is not None
+        drafted: list[Wanted] = []
+        for (request, sequence, sample_request), token in zip(wanted, tokens, strict=True):
             if isinstance(token, SampledToken):
-                output = self._append_token(step.step_id, request, sequence, token)
+                output = self._append_token(step_id, request, sequence, token)
             else:
-                output = self._fail_branch(step.step_id, request, sequence, token)
+                output = self._fail_branch(step_id, request, sequence, token)
             outputs[output.request_id] = output
-        return list(outputs.values())
+            # With the token's position computed already, it was drafted.
+            if drafts and sequence.num_computed_tokens >= len(sequence.token_ids):
+                sequence.first_wanted_logits += 1
+                row = sample_request.row + 1
+                drafted.append((request, sequence, self._sample_request(request, sequence, row)))
+        return drafted
 
     def _branches(self, request: Request, sequence: Sequence) -> list[Sequence]:
         """Who samples from the sequence's logits: itself and, from the prompt's, all branches."""
@@ -790,7 +854,7 @@ class LLM:
             stop_ids=builder.stop_ids,
         )
 
-    def _attach_states(self, wanted: list[tuple[Request, Sequence, SampleRequest]]) -> None:
+    def _attach_states(self, wanted: list[Wanted]) -> None:
         for request, sequence, sample_request in wanted:
             sample_request.state = self._states.of(request, sequence)
             if sample_request.state is not None:

@@ -19,6 +19,8 @@ RESETTABLE_FIELDS = frozenset(
         "swap_space_blocks",
         "watermark",
         "enable_prefix_caching",
+        "speculative_config",
+        "async_scheduling",
         "block_reuse_order",
         "seed",
         "poison",

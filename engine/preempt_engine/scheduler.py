@@ -30,7 +30,8 @@ from preempt_engine.admission import Placement, WaitingQueue, num_blocks_to_admi
 from preempt_engine.block_manager import BlockManager
 from preempt_engine.config import EngineConfig, PreemptionMode
 from preempt_engine.observer import EngineObserver, PoolCounts, PoolState
-from preempt_engine.sequence import Request, RequestStatus, Sequence
+from preempt_engine.sequence import PLACEHOLDER, Request, RequestStatus, Sequence
+from preempt_engine.spec_decode.allowance import Claim, cut_drafts, num_lookahead_blocks
 from preempt_engine.step import (
     ScheduledSequence,
     SchedulerOutput,
@@ -63,6 +64,9 @@ class Counters:
             preempted request finds again is not counted.
         num_generated_tokens: tokens given to users; of a beam search, those of its results.
         num_finished_requests: ended by themselves, errors included; aborted ones are not counted.
+        num_drafted_tokens: drafts computed; each is accepted or rejected when its step is done.
+        num_accepted_tokens: drafts that were equal to the tokens of their positions.
+        num_rejected_tokens: the others, and those behind the end of their sequence.
         num_copied_blocks: blocks copied because somebody writes to what others share.
         num_swapped_out_blocks, num_swapped_in_blocks: blocks copied to the host and back.
     """
@@ -74,6 +78,9 @@ class Counters:
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_finished_requests: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_rejected_tokens: int = 0
     num_copied_blocks: int = 0
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
@@ -142,8 +149,21 @@ class Scheduler:
 
     def append_token(self, sequence: Sequence, token_id: int) -> None:
         """A token was chosen from the logits of the sequence's last position."""
-        sequence.append_token(token_id)
         self.counters.num_generated_tokens += 1
+        if sequence.draft_token_ids:
+            self._verify_draft(sequence, token_id)
+        else:
+            sequence.append_token(token_id)
+
+    def _verify_draft(self, sequence: Sequence, token_id: int) -> None:
+        num_drafts = len(sequence.draft_token_ids)
+        if sequence.draft_token_ids[0] == PLACEHOLDER:
+            sequence.fill_placeholder(token_id)
+        elif sequence.verify_draft(token_id):
+            self.counters.num_accepted_tokens += 1
+            self.blocks.make_findable(sequence)
+        else:
+            self.counters.num_rejected_tokens += num_drafts
 
     def fork(self, request: Request, parent: Sequence) -> Sequence:
         """Split a branch off a sequence whose tokens are all computed."""
@@ -238,6 +258,8 @@ class Scheduler:
             self._preempt(step, request, "forced", mode)
         if self.config.scheduling_policy == "priority" and not forced:
             self._admit_urgent(step)
+        if self.config.num_speculative_tokens:
+            self._cut_drafts()
         budget = self._schedule_running(step, self.config.max_num_batched_tokens)
         if not forced:
             self._schedule_waiting(step, budget)
@@ -269,6 +291,8 @@ class Scheduler:
                 continue
             requests.append(request)
             sequence.set_computed(item.end)
+            if sequence.draft_token_ids:
+                self.counters.num_drafted_tokens += sequence.num_unverified_tokens
             if sequence.followers:
                 sequence.release_followers()
             self.blocks.make_findable(sequence)
@@ -307,13 +331,7 @@ class Scheduler:
 
     def _victims_for(self, request: Request) -> list[Request] | None:
         """Who must go so that the head of the queue can run; None if nobody would help."""
-        hits: set[int] = set()
-        if request.host_blocks is not None:
-            num_blocks = self.swapper.num_blocks_to_return(request)
-        else:
-            placements = place(request, self.blocks)
-            num_blocks = num_blocks_to_admit(placements, self.blocks)
-            hits.update(*(placement.hits for placement in placements))
+        num_blocks, hits = self._blocks_to_admit(request)
         return victims_for(
             request,
             self.running,
@@ -321,8 +339,41 @@ class Scheduler:
             num_blocks=num_blocks,
             hits=hits,
             max_num_seqs=self.config.max_num_seqs,
-            num_watermark_blocks=self.num_watermark_blocks,
+            num_watermark_blocks=self.num_watermark_blocks + self._num_lookahead_blocks(request),
         )
+
+    def _blocks_to_admit(self, request: Request) -> tuple[int, set[int]]:
+        """Blocks that a waiting request takes from the pool to run, and those of them it finds."""
+        if request.host_blocks is not None:
+            return self.swapper.num_blocks_to_return(request), set()
+        placements = place(request, self.blocks)
+        hits = {block_id for placement in placements for block_id in placement.hits}
+        return num_blocks_to_admit(placements, self.blocks), hits
+
+    def _cut_drafts(self) -> None:
+        """Keep the drafts for which this step has room.
+
+        They come last: after the known tokens of those who run, and after the head of the queue if
+        it can be let in.
+        """
+        budget = self.config.max_num_batched_tokens
+        num_seqs = sum(request.num_seqs for request in self.running)
+        head = None
+        if len(self.waiting):
+            head = self.waiting.peek()
+            if num_seqs + head.num_seqs > self.config.max_num_seqs:
+                head = None
+        if head is None:
+            cut_drafts(self.running, self.blocks, budget)
+            return
+        num_blocks, hits = self._blocks_to_admit(head)
+        num_blocks += self.num_watermark_blocks + self._num_lookahead_blocks(head)
+        num_tokens = sum(
+            sequence.num_tokens - sequence.num_computed_tokens
+            for sequence in head.sequences.values()
+        )
+        num_tokens -= len(hits) * self.config.block_size
+        cut_drafts(self.running, self.blocks, budget, head=Claim(max(1, num_tokens), num_blocks))
 
     def _schedule_running(self, step: SchedulerOutput, budget: int) -> int:
         """Returns what is left of the budget: nothing when blocks ran short.
@@ -360,7 +411,7 @@ class Scheduler:
         """What to compute of a request with a budget above 0."""
         work = []
         for sequence in request.sequences.values():
-            num_tokens = len(sequence.token_ids)
+            num_tokens = len(sequence.token_ids) + len(sequence.draft_token_ids)
             start = sequence.num_computed_tokens
             if start == num_tokens or sequence.follows:
                 continue
@@ -417,12 +468,26 @@ class Scheduler:
                 sequence.full_logits,
             )
         )
+        if sequence.draft_token_ids or sequence.num_stale_tokens:
+            self._send_drafts(step.scheduled[-1], sequence)
         sequence.known_to_workers = True
         sequence.num_sent_tokens = len(sequence.token_ids)
         sequence.num_sent_blocks = len(sequence.block_table)
         sequence.num_stale_blocks = 0
         if self.observer is not None:
-            self.observer.scheduled(step.step_id, sequence.key, start, end)
+            self._report_scheduled(step, step.scheduled[-1])
+
+    def _report_scheduled(self, step: SchedulerOutput, item: ScheduledSequence) -> None:
+        if self.observer is not None:
+            self.observer.scheduled(step.step_id, item.key, item.start, item.end)
+
+    @staticmethod
+    def _send_drafts(item: ScheduledSequence, sequence: Sequence) -> None:
+        """Drafts travel behind the known tokens, and rejected ones of earlier steps are cut off."""
+        del sequence.draft_token_ids[max(0, item.end - sequence.num_tokens) :]
+        item.new_token_ids += sequence.draft_token_ids[max(0, item.start - sequence.num_tokens) :]
+        item.num_stale_tokens = sequence.num_stale_tokens
+        sequence.num_stale_tokens = 0
 
     # Getting blocks -----------------------------------------------------------------------------
 
@@ -431,6 +496,8 @@ class Scheduler:
         # The watermark protects those who run; with nobody running it would only starve.
         num_spare = self.num_watermark_blocks if self.running else 0
         num_available = self.blocks.num_available_blocks - num_spare
+        if self.running:  # and so would those who are let in have room for their drafts
+            num_available -= self._num_lookahead_blocks(request)
         if request.host_blocks is not None:
             if self.swapper.num_blocks_to_return(request) > num_available:
                 return False
@@ -443,6 +510,10 @@ class Scheduler:
         for sequence in request.sequences.values():
             sequence.num_steps_since_admission = 0
         return True
+
+    def _num_lookahead_blocks(self, request: Request) -> int:
+        num_drafts = self.config.num_speculative_tokens
+        return num_lookahead_blocks(request, self.blocks, num_drafts) if num_drafts else 0
 
     def _find_room(self, step: SchedulerOutput, request: Request, num_available: int) -> bool:
         """Give all known tokens of the request their blocks, if there are as many."""
@@ -492,7 +563,7 @@ class Scheduler:
             )
         self.observer.swapped_in(step.step_id, request.request_id, pairs)
 
-    def _state_check(self, step: SchedulerOutput) -> StateCheck:
+    def _state_check(self, step: SchedulerOutput) -> StateCheck | None:
         """What the workers must know after the step; taken from the sequences, not the deltas."""
         scheduled = [
             self.requests[item.key.request_id].sequences[item.key.branch] for item in step.scheduled
@@ -500,7 +571,8 @@ class Scheduler:
         return StateCheck(
             num_sequences=sum(sequence.known_to_workers for sequence in self._sequences()),
             checksums=[
-                state_checksum(sequence.token_ids, sequence.block_table) for sequence in scheduled
+                state_checksum(sequence.token_ids + sequence.draft_token_ids, sequence.block_table)
+                for sequence in scheduled
             ],
         )
 
@@ -624,6 +696,7 @@ class Scheduler:
             self.observer.blocks_freed(step_id, sequence.key, list(sequence.block_table))
         if sequence.known_to_workers:
             self._dropped.append(sequence.key)
+        self.counters.num_rejected_tokens += sequence.num_unverified_tokens
         self.blocks.free(sequence, step_in_flight)
         sequence.forget_cache()
 

@@ -1,12 +1,16 @@
 """Requests and sequences: what the scheduler knows of the work. No pool, no policy.
 
     positions     0            num_prompt_tokens                      num_tokens
-                  |--- prompt ---|------------- output ----------------|
+                  |--- prompt ---|------------- output ----------------|-- drafts --|
                   |------ KV in cache -----|---- still to compute -----|
                   0              num_computed_tokens
 
 A sequence is one branch of a request. Prefill, chunk, decode and re-prefill are one case: positions
 [num_computed_tokens, num_tokens) are still to compute, and a token is sampled when none is left.
+
+Drafts are guesses at the tokens that follow. They are computed like any others, which may take
+`num_computed_tokens` beyond `num_tokens`, until each position's own token is sampled: a draft that
+is equal stays computed, the first that is not takes the count back to its position.
 
 A request begins as one sequence. The others are forks: of the prompt, when the first token is
 sampled (`n`), or of a beam that goes on in several ways (beam search).
@@ -21,6 +25,10 @@ from typing import Self
 
 from preempt_engine.sampling.params import BeamSearchParams, SamplingParams
 from preempt_engine.step import SequenceKey
+
+
+PLACEHOLDER = -1
+"""In `draft_token_ids`: the token that a step under way will sample; no guess, and never wrong."""
 
 
 class RequestStatus(enum.Enum):
@@ -51,7 +59,12 @@ class Sequence:
         followers: (sequence, tokens): sequences of the same request whose first so many tokens
             this one computes for them, into blocks that they share.
         follows: waits for the sequence that it is a follower of.
+        draft_token_ids: guesses at the tokens after `token_ids`; computed ones wait for their
+            verification in the same step.
+        incarnation: counts the times it lost its blocks.
         num_sent_tokens, num_sent_blocks: what the workers already have.
+        num_stale_tokens: rejected drafts that the workers have beyond `num_sent_tokens`, to be cut
+            off.
         num_stale_blocks: entries that the workers have beyond `num_sent_blocks`, to be cut off.
         known_to_workers: False before the first step and after a preemption by recompute.
         max_computed_tokens: highest `num_computed_tokens` so far; below it is recomputation.
@@ -72,8 +85,11 @@ class Sequence:
     num_findable_blocks: int = 0
     followers: list[tuple[Sequence, int]] = field(default_factory=list)
     follows: bool = False
+    draft_token_ids: list[int] = field(default_factory=list)
+    incarnation: int = 0
     num_sent_tokens: int = 0
     num_sent_blocks: int = 0
+    num_stale_tokens: int = 0
     num_stale_blocks: int = 0
     known_to_workers: bool = False
     max_computed_tokens: int = 0
@@ -93,18 +109,60 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
+    @property
+    def num_unverified_tokens(self) -> int:
+        """Drafts that are computed and wait for the tokens of their positions."""
+        if PLACEHOLDER in self.draft_token_ids:
+            return 0
+        return max(0, self.num_computed_tokens - len(self.token_ids))
+
     def append_token(self, token_id: int) -> None:
         """The sequence goes on with a token that was chosen from its last logits."""
-        assert self.num_computed_tokens == self.num_tokens
+        assert self.num_computed_tokens == len(self.token_ids)
         self.token_ids.append(token_id)
+
+    def verify_draft(self, token_id: int) -> bool:
+        """The sequence goes on with a token that was chosen for the position of its first draft.
+
+        Returns:
+            Whether it is the draft, so that its position is computed already.
+        """
+        assert self.num_computed_tokens > len(self.token_ids)
+        self.token_ids.append(token_id)
+        drafts = self.draft_token_ids
+        if drafts[0] != token_id:  # what was computed for it and those behind it is of no use
+            self.num_stale_tokens = len(drafts)
+            self.draft_token_ids = []
+            self.set_computed(self.num_tokens - 1)
+            return False
+        del drafts[0]
+        self.num_sent_tokens += 1
+        self.max_computed_tokens = max(self.max_computed_tokens, self.num_tokens)
+        return True
+
+    def fill_placeholder(self, token_id: int) -> None:
+        """The token has come for which a placeholder stood, in a step's message perhaps."""
+        if self.num_computed_tokens > len(self.token_ids):
+            self.num_sent_tokens += 1
+        self.token_ids.append(token_id)
+        del self.draft_token_ids[0]
+
+    def plan_computed(self, num_computed_tokens: int) -> None:
+        """A step is decided that will compute so many; it counts as computed for what follows."""
+        assert num_computed_tokens <= len(self.token_ids) + len(self.draft_token_ids)
+        self.num_computed_tokens = num_computed_tokens
 
     def set_computed(self, num_computed_tokens: int) -> None:
         """The one place where progress changes."""
-        assert 0 <= num_computed_tokens <= self.num_tokens, (
-            f"sequence {self.key}: 0 <= {num_computed_tokens} <= {self.num_tokens} does not hold"
+        num_tokens = len(self.token_ids)
+        assert 0 <= num_computed_tokens <= num_tokens + len(self.draft_token_ids), (
+            f"sequence {self.key}: 0 <= {num_computed_tokens} <= {num_tokens} and "
+            f"{len(self.draft_token_ids)} drafts does not hold"
         )
         self.num_computed_tokens = num_computed_tokens
-        self.max_computed_tokens = max(self.max_computed_tokens, num_computed_tokens)
+        own = num_computed_tokens if num_computed_tokens < num_tokens else num_tokens
+        if own > self.max_computed_tokens:
+            self.max_computed_tokens = own
 
     def release_followers(self) -> None:
         """Let those go on whose tokens are computed by now."""
@@ -120,6 +178,7 @@ class Sequence:
     def fork(self, key: SequenceKey) -> Self:
         """A branch with the same history; its blocks are the block manager's business."""
         assert self.num_computed_tokens == self.num_tokens
+        assert not self.draft_token_ids
         return type(self)(
             key=key,
             token_ids=list(self.token_ids),
@@ -131,6 +190,7 @@ class Sequence:
             num_findable_blocks=self.num_findable_blocks,
             num_sent_tokens=self.num_sent_tokens,
             num_sent_blocks=self.num_sent_blocks,
+            num_stale_tokens=self.num_stale_tokens,
             num_stale_blocks=self.num_stale_blocks,
             known_to_workers=self.known_to_workers,
             max_computed_tokens=self.max_computed_tokens,
@@ -152,8 +212,11 @@ class Sequence:
         self.num_findable_blocks = 0
         self.followers = []
         self.follows = False
+        self.draft_token_ids = []
+        self.incarnation += 1
         self.num_sent_tokens = 0
         self.num_sent_blocks = 0
+        self.num_stale_tokens = 0
         self.num_stale_blocks = 0
         self.known_to_workers = False
         self.set_computed(0)
@@ -170,6 +233,7 @@ class Request:
         params: how to sample or search, and until when.
         seed: of the request's noise.
         sequences: its live branches by number; a branch that ended or was dropped is not there.
+        max_output_tokens: no branch gets more, by `max_tokens`, the model's length and the pool.
         num_seqs: sequences it counts for: `n` less the branches that ended, or the beam width.
         next_branch: number of the next fork; numbers are not used twice.
         score_from: the first position whose logits are wanted to score the token after it; None
@@ -187,6 +251,7 @@ class Request:
     params: SamplingParams | BeamSearchParams
     seed: int
     sequences: dict[int, Sequence]
+    max_output_tokens: int
     num_seqs: int
     priority: int = 0
     next_branch: int = 1
@@ -226,6 +291,7 @@ class Request:
             params=params,
             seed=seed,
             sequences={0: sequence},
+            max_output_tokens=params.max_tokens,
             num_seqs=params.num_sequences,
             priority=priority,
             score_from=score_from,

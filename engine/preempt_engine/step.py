@@ -7,6 +7,9 @@ knows tensors, processes or the scheduler.
     positions of one sequence            0        start            end    num_tokens
                                          |--cached--|--scheduled----|--later--|
     rows of logits the step must return                    [logits_start, end)
+
+Tokens beyond those a sequence has are drafts: they are sent with the step that computes them, and
+the step after it cuts off those that were rejected.
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ class ScheduledSequence:
         num_stale_blocks: so many entries at the end of the worker's block table are cut off
             before `new_block_ids` are appended: the last one after a copy-on-write, all of them
             after a swap-in. 0 on `reset`.
+        num_stale_tokens: so many ids at the end of the worker's are cut off before `new_token_ids`
+            are appended: drafts of an earlier step that were rejected. 0 on `reset`.
         full_logits: somebody reads whole rows; otherwise each row's argmax is enough.
     """
 
@@ -61,6 +66,7 @@ class ScheduledSequence:
     new_block_ids: list[int]
     num_stale_blocks: int = 0
     full_logits: bool = True
+    num_stale_tokens: int = 0
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -125,8 +131,8 @@ class SchedulerOutput:
 
     @property
     def has_work(self) -> bool:
-        """False when there is nothing to send: neither rows nor blocks to swap out."""
-        return bool(self.scheduled or self.swap_out)
+        """False when there is nothing to send: neither rows nor blocks to swap."""
+        return bool(self.scheduled or self.swap_out or self.swap_in)
 
     @property
     def num_scheduled_tokens(self) -> int:

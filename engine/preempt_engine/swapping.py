@@ -52,6 +52,7 @@ class Swapper:
         for sequence in request.sequences.values():
             sequence.swapped_table = sequence.block_table
             sequence.num_findable_blocks = 0
+            sequence.draft_token_ids = []
             self.blocks.free(sequence, step_id)
         return pairs
 

@@ -52,6 +52,7 @@ class EmbeddedAdapter:
 
     def admission_model(self, settings: EngineSettings) -> AdmissionModel:
         """The engine reserves blocks for all known tokens at admission."""
+        num_drafts = (settings.speculative_config or {}).get("num_speculative_tokens", 0)
         return AdmissionModel(
             policy="full_prompt",
             block_size=settings.block_size,
@@ -60,7 +61,12 @@ class EmbeddedAdapter:
             watermark=settings.watermark,
             max_model_len=settings.max_model_len,
             prefix_caching=settings.enable_prefix_caching,
-            predicts=settings.options.get("preemption_mode", "recompute") == "recompute",
+            draft_tokens=num_drafts,
+            predicts=(
+                settings.options.get("preemption_mode", "recompute") == "recompute"
+                and not num_drafts
+                and not settings.async_scheduling
+            ),
         )
 
     def vocab_size(self, settings: EngineSettings) -> int:
@@ -307,6 +313,8 @@ def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[st
         "max_waiting_requests": settings.max_waiting_requests,
         "watermark": settings.watermark,
         "enable_prefix_caching": settings.enable_prefix_caching,
+        "speculative_config": _speculative_config(settings),
+        "async_scheduling": settings.async_scheduling,
         "seed": settings.seed,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "deterministic": settings.deterministic,
@@ -314,6 +322,16 @@ def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[st
         **_swap_space(settings, options),
         **options,
     }
+
+
+def _speculative_config(settings: EngineSettings) -> dict[str, Any] | None:
+    """With a draft model's name as `LLM` knows it."""
+    from preempt_harness.checkpoints import resolve_model_name
+
+    given = settings.speculative_config
+    if given is None or given.get("model") is None:
+        return given
+    return {**given, "model": str(resolve_model_name(given["model"]))}
 
 
 def _swap_space(settings: EngineSettings, options: dict[str, Any]) -> dict[str, int]:

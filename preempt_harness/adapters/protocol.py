@@ -57,6 +57,8 @@ BAD_WORDS = "bad_words"
 LOGITS_PROCESSORS = "logits_processors"
 STRUCTURED_OUTPUTS = "structured_outputs"  # JSON schema and regular expression
 PROMPT_ONLY = "prompt_only"  # `max_tokens` of 0
+ASYNC_SCHEDULING = "async_scheduling"  # steps decided ahead of the one that runs
+SPECULATION = "speculation"  # `speculative_config`; the methods are the engine's
 
 CAPABILITIES = frozenset(
     {
@@ -98,6 +100,8 @@ CAPABILITIES = frozenset(
         LOGITS_PROCESSORS,
         STRUCTURED_OUTPUTS,
         PROMPT_ONLY,
+        ASYNC_SCHEDULING,
+        SPECULATION,
     }
 )
 
@@ -117,6 +121,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             `QUEUE_LIMIT`); None sets no limit.
         watermark: share of the pool that admission leaves free.
         enable_prefix_caching: whether full blocks can be found again.
+        speculative_config: how tokens are drafted ahead, in vLLM's form, with "method" and
+            "num_speculative_tokens" (needs `SPECULATION`); None drafts nothing. Baselines are
+            always run without: drafts must not change an output.
+        async_scheduling: steps decided ahead of the one that runs (needs `ASYNC_SCHEDULING`).
+            Baselines are always run with 0.
         seed: of the engine.
         tensor_parallel_size: number of ranks.
         deterministic: ask for bitwise equal logits where the engine can.
@@ -134,6 +143,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting_requests: int | None = None
     watermark: float = 0.0
     enable_prefix_caching: bool = True
+    speculative_config: dict[str, Any] | None = None
+    async_scheduling: int = 0
     seed: int = 0
     tensor_parallel_size: int = 1
     deterministic: bool = True

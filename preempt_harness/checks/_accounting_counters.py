@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from preempt_harness.checks.drafts import DRAFTING, DraftLedger, may_draft
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.trace import Batch, DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
@@ -31,6 +32,9 @@ COUNTER_INPUTS = {
     "num_generated_tokens": {"TokensDelivered"},
     "num_finished_requests": {"Finished"},
     "num_steps": {"Scheduled"},
+    "num_drafted_tokens": {"Arrived", "Computed", "TokensDelivered"},
+    "num_accepted_tokens": {"Arrived", "Computed", "TokensDelivered"},
+    "num_rejected_tokens": {"Arrived", "BlocksFreed", "Computed", "TokensDelivered"},
     "num_copied_blocks": {"WorkerCopied"},
     "num_swapped_out_blocks": {"WorkerSwappedOut"},
     "num_swapped_in_blocks": {"WorkerSwappedIn"},
@@ -62,32 +66,37 @@ class Tally:
     """The harness's own totals, event by event.
 
     Recomputed tokens are those scheduled below the mark that the sequence had reached when it lost
-    its blocks. A position that is computed again because a draft was rejected was never lost, and
-    is none. What a request finds in the prefix cache counts once, at its first admission.
+    its blocks. A position that is computed again because a draft was rejected was never reached,
+    and is none. What a request finds in the prefix cache counts once, at its first admission.
 
     Attributes:
         values: totals by the names of `COUNTER_NAMES`.
         preemptions: request -> how often it was preempted.
         cached_tokens: request -> tokens found at its first admission.
         recomputed_tokens: request -> tokens recomputed.
+        drafts: what was drafted, where anything may be.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, *, may_draft: bool = False) -> None:
         self.values: Counter[str] = Counter()
         self.preemptions: Counter[str] = Counter()
         self.cached_tokens: dict[str, int] = {}
         self.recomputed_tokens: Counter[str] = Counter()
+        self.drafts = DraftLedger(active=may_draft)
         self._block_size = block_size
         self._computed: dict[str, int] = {}
         self._lost: dict[str, int] = {}
+        self._continued: set[str] = set()  # got a token since it was scheduled
         self._last_step = -1
 
     def take(self, event: Batch) -> None:
         """Count an event, or the rows of a step."""
+        self.drafts.take(event)
         if isinstance(event, ScheduledRows):
             self._schedule(event)
         elif isinstance(event, DeliveredRows):
             self.values["num_generated_tokens"] += event.num_tokens
+            self._continued.update(event.seqs)
         elif isinstance(event, BlocksAllocated):
             request = request_of(event.seq)
             if request not in self.cached_tokens:
@@ -114,9 +123,14 @@ class Tally:
                     self.recomputed_tokens[request_of(seq)] += again
         self.values["num_computed_tokens"] += rows.num_tokens
         self._computed.update(zip(rows.seqs, rows.ends, strict=True))
+        self._continued.difference_update(rows.seqs)
         if rows.step != self._last_step:
             self._last_step = rows.step
             self.values["num_steps"] += 1
+
+    def totals(self) -> Counter[str]:
+        """All figures of the harness's own, those of drafts included, as they are now."""
+        return self.values + self.drafts.totals
 
     def _preempt(self, event: Preempted) -> None:
         self.values["num_preemptions"] += 1
@@ -125,6 +139,10 @@ class Tally:
             return
         for seq, computed in self._computed.items():
             if request_of(seq) == event.request:
+                if (
+                    self.drafts.active and seq in self._continued
+                ):  # its last token is not computed yet, drafts are lost
+                    computed = min(computed, self.drafts.known[seq] - 1)
                 self._lost[seq] = max(self._lost.get(seq, 0), computed)
 
 
@@ -137,11 +155,12 @@ class TalliedTrial:
     """
 
     def __init__(self, trace: Trace) -> None:
-        self.tally = Tally(trace.header.block_size)
+        drafts = may_draft(trace.header)
+        self.tally = Tally(trace.header.block_size, may_draft=drafts)
         self.at_counters: list[tuple[Counters, Counter[str]]] = []
-        for event in trace.of(Counters, *TALLIED):
+        for event in trace.of(Counters, *TALLIED, *(DRAFTING if drafts else ())):
             if isinstance(event, Counters):
-                self.at_counters.append((event, self.tally.values.copy()))
+                self.at_counters.append((event, self.tally.totals()))
             else:
                 self.tally.take(event)
 

@@ -66,6 +66,7 @@ class _Preemptions:
         self._branched: set[str] = set()
         self._num_tokens: Counter[str] = Counter()
         self._computed: dict[str, set[int]] = {}
+        self._continued: set[str] = set()  # got a token since it was scheduled
         self._in_flight: dict[int, dict[str, set[int]]] = {}
         self._requests = RequestNames()
 
@@ -75,6 +76,7 @@ class _Preemptions:
         elif isinstance(event, DeliveredRows):
             for seq, token_ids in zip(event.seqs, event.token_ids, strict=True):
                 self._num_tokens[seq] += len(token_ids)
+            self._continued.update(event.seqs)
         elif isinstance(event, StepLaunched):
             self._judge_away(event.step)
         elif isinstance(event, StepDone):
@@ -95,6 +97,7 @@ class _Preemptions:
             self._num_tokens[f"{event.request}.0"] = len(event.prompt_token_ids)
         elif isinstance(event, TokensChosen):
             self._num_tokens[event.seq] += len(event.token_ids)
+            self._continued.add(event.seq)
         elif isinstance(event, Preempted):
             self._preempt(event)
         elif isinstance(event, Resumed | Finished | Aborted):
@@ -114,6 +117,7 @@ class _Preemptions:
                 computed[seq] |= ends[seq]
             else:
                 computed[seq] = set(ends[seq])
+        self._continued.difference_update(rows.seqs)
         if not self._away.keys().isdisjoint(requests):
             for request in dict.fromkeys(map(request_of, rows.seqs)):
                 if request in self._away:
@@ -154,7 +158,7 @@ class _Preemptions:
     def _judge_figures(self, event: Preempted) -> None:
         """The event's own figures; with steps in flight they may lie on either side of them."""
         seq = f"{event.request}.0"
-        ends = self._computed.get(seq, {0})
+        ends = self._computed_tokens(seq)
         num_known = self._num_tokens[seq]
         num_late = sum(seq in rows for rows in self._in_flight.values())
         if event.num_computed_tokens not in ends:
@@ -173,6 +177,16 @@ class _Preemptions:
                 f"prompt and delivered tokens are {num_known}",
                 request=event.request,
             )
+
+    def _computed_tokens(self, seq: str) -> set[int]:
+        """How many may be computed; rejected drafts, and the token delivered last, are not."""
+        ends = self._computed.get(seq, {0})
+        if seq not in self._continued:
+            return ends
+        known = self._num_tokens[seq] - 1
+        if any(seq in rows for rows in self._in_flight.values()):
+            return ends | {min(end, known) for end in ends}
+        return {min(max(ends), known)}
 
     def _judge_away(self, step: int) -> None:
         if not self._away:

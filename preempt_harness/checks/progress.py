@@ -9,16 +9,18 @@ step, so is every preemption: what it lost is computed while the others stand st
     steps <= last arrival + sum_r (t_r + O_r + 2) + preemptions * (max_r t_r + 2) + exempt
     K      = sum_r (t_r + 2) + 2      in so many steps somebody gets further than ever before
 
-Steps in which the harness holds blocks are exempt. A forced preemption starts K anew.
+Steps in which the harness holds blocks are exempt. A forced preemption starts K anew. With d steps
+decided ahead of the one that runs, each 2 above is 2 + 2d.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from preempt_harness.checks.drafts import DraftLedger, may_draft
 from preempt_harness.checks.finding import CheckResult, Code, Listing
 from preempt_harness.checks.tables import num_blocks_for
-from preempt_harness.checks.trace import Batch, DeliveredRows, ScheduledRows, Trace
+from preempt_harness.checks.trace import Batch, ScheduledRows, Trace
 from preempt_harness.record import (
     Aborted,
     Arrived,
@@ -28,6 +30,7 @@ from preempt_harness.record import (
     PlanApplied,
     PoolCounts,
     Preempted,
+    PriorityChanged,
     Resumed,
     TrialRecord,
 )
@@ -72,17 +75,20 @@ def _bounds(trace: Trace) -> StepBounds:
         num_blocks_for(spec.num_prompt_tokens + spec.sampling.max_tokens, chunk)
         for spec in specs.values()
     ]
+    depth = trace.header.config.get("async_scheduling")
+    # Steps under way at a preemption are for nothing, and those behind it wait for blocks.
+    spare = _SPARE + (2 * depth if isinstance(depth, int) else 0)
     work = sum(times) + sum(
-        spec.sampling.max_tokens * num_blocks_for(spec.sampling.num_sequences, chunk) + _SPARE
+        spec.sampling.max_tokens * num_blocks_for(spec.sampling.num_sequences, chunk) + spare
         for spec in specs.values()
     )
     last_arrival = max((spec.arrival_step for spec in specs.values()), default=0)
     preemptions = trace.of(Preempted)
     if _mixes(trace.header):
         preemptions = [event for event in preemptions if event.reason == "forced"]
-    again = max(times, default=0) + _SPARE
+    again = max(times, default=0) + spare
     exempt = len(_exempt_steps(trace))
-    stall = sum(time + _SPARE for time in times) + _SPARE
+    stall = sum(time + spare for time in times) + spare
     return StepBounds(
         total=last_arrival + work + len(preemptions) * again + exempt,
         stall=stall,
@@ -91,7 +97,7 @@ def _bounds(trace: Trace) -> StepBounds:
             f"stop the others * {again} "
             f"+ {exempt} steps with held blocks"
         ),
-        stall_formula=f"sum of {sum(times)} steps of computing anew and {_SPARE} per request",
+        stall_formula=f"sum of {sum(times)} steps of computing anew and {spare} per request",
     )
 
 
@@ -136,17 +142,16 @@ def _mixes(header: Header) -> bool:
 
 def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
     high_water: dict[str, int] = {}
-    drafts = trace.header.config.get("num_speculative_tokens", 0)
     live: dict[str, None] = {}
     exempt = _exempt_steps(trace)
     stalled: set[int] = set()
     moved_in = -1
+    ledger = DraftLedger(active=may_draft(trace.header))
     for event in trace.batches:
         rises = False
+        ledger.take(event)
         if isinstance(event, ScheduledRows):
-            rises = not drafts and _raise_high_water(event, high_water)
-        elif drafts and isinstance(event, DeliveredRows):
-            rises = True  # a step's end tells nothing of progress: it may be drafts
+            rises = _raise_high_water(event, high_water, ledger)
         elif type(event) in _BEGINNINGS:
             rises = _begins_anew(event, live)
         if rises or not live:
@@ -175,10 +180,12 @@ def _begins_anew(event: Batch, live: dict[str, None]) -> bool:
     return True
 
 
-def _raise_high_water(rows: ScheduledRows, high_water: dict[str, int]) -> bool:
-    """Whether any row goes further than its sequence ever went."""
+def _raise_high_water(rows: ScheduledRows, high_water: dict[str, int], ledger: DraftLedger) -> bool:
+    """Whether any row goes further than its sequence ever went; drafts are no progress."""
     rises = False
     for seq, end in zip(rows.seqs, rows.ends, strict=True):
+        if seq in ledger.known:
+            end = min(end, ledger.known[seq])
         if end > high_water.get(seq, 0):
             high_water[seq] = end
             rises = True
@@ -188,12 +195,10 @@ def _raise_high_water(rows: ScheduledRows, high_water: dict[str, int]) -> bool:
 def check_order(trace: Trace) -> CheckResult:
     """After a preempt-all by recompute, requests of equal priority come back in arrival order.
 
-    Requests whose priority is changed on the way are left out. One that had come back before may
-    queue behind those that were admitted before its return: engines keep the order of arrival or of
-    admission, and both are fair.
+    One that had come back before may queue behind those that were admitted before its return:
+    engines keep the order of arrival or of admission, and both are fair.
     """
     listing = Listing()
-    changed = {item.request for item in trace.workload.operations if item.kind == "set_priority"}
     arrival: dict[str, tuple[int, int]] = {}
     returned: set[str] = set()
     late: frozenset[str] = frozenset()
@@ -201,17 +206,18 @@ def check_order(trace: Trace) -> CheckResult:
     waiting: set[str] = set()
     back: list[str] = []
     all_in_step: int | None = None
-    for event in trace.of(Arrived, PlanApplied, Preempted, Resumed):
+    for event in trace.of(Arrived, PriorityChanged, PlanApplied, Preempted, Resumed):
         if isinstance(event, Arrived):
             arrival[event.request] = (event.priority, len(arrival))
+        elif isinstance(event, PriorityChanged):
+            _, index = arrival.get(event.request, (0, len(arrival)))
+            arrival[event.request] = (event.priority, index)
         elif isinstance(event, PlanApplied):
             if event.action.startswith(PREEMPT_ALL):
                 all_in_step = event.step
                 group, waiting, back = [], set(), []
                 late = frozenset(returned)
         elif isinstance(event, Preempted):
-            if event.request in changed:
-                continue
             if event.step == all_in_step and event.reason == "forced":
                 group.append(event.request)
                 waiting.add(event.request)

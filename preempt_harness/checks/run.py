@@ -15,6 +15,7 @@ from preempt_harness.checks import (
     _accounting_pool,
     _accounting_schedule,
     _accounting_worker,
+    _work_drafts,
     crash,
     delivery,
     kvsan,
@@ -260,6 +261,16 @@ PARTS = (
         part="bytes",
         needs=frozenset({"BlocksAllocated", "BlocksFreed", "Scheduled", "StepDone", "StepSent"}),
         judge=_plain(work.check_bytes),
+    ),
+    Part(
+        check="work",
+        part="own drafts",
+        needs=frozenset({"Arrived", "Computed", "TokensDelivered"}),
+        judge=lambda trace, options: (
+            (_work_drafts.check_own_drafts(trace),)
+            if _work_drafts.drafts_for_itself(trace.header)
+            else ()
+        ),
     ),
 )
 

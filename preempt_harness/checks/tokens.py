@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from preempt_harness.checks.delivery import was_aborted
 from preempt_harness.checks.finding import CheckResult, Code, Listing
 from preempt_harness.checks.tables import first_difference
 from preempt_harness.checks.trace import Trace
@@ -100,7 +101,10 @@ def _compare_all(trace: Trace, aborted: set[str], tolerance: Tolerance | None) -
             continue
         # A refused request gave nothing to compare; whether it had to be refused is progress's.
         by_prefix = (
-            request in aborted or bool(result.error) or not (result.finished and reference.finished)
+            request in aborted
+            or was_aborted(reference)
+            or bool(result.error)
+            or not (result.finished and reference.finished)
         )
         exact_only = record.header.batch_invariant or specs[request].sampling.temperature > 0
         for branch, (output, other) in enumerate(

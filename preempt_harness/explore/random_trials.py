@@ -52,6 +52,8 @@ _GIANTS = 0.1  # of trials with a request that can never run
 _SHORT_MODELS = 0.15  # of trials in which max_model_len ends a request
 _PARALLEL = 0.03  # share of trials on two ranks: their start is slow
 _SMALL_SWAP_SPACE = 6  # blocks
+_AHEAD = 0.25  # share of the others in which steps are decided ahead
+_SPECULATIVE = 0.25  # share of trials in which tokens are drafted
 _WATERMARKS = (0.0, 0.0, 0.0, 0.05, 0.3)
 
 
@@ -77,7 +79,10 @@ def random_trial(
         action_kinds: of `ACTION_KINDS`, for the plan; with none there is no plan.
     """
     source = random.Random(f"{seed}/trial")
-    settings = settings or random_settings(source, adapter, model)
+    if settings is None:
+        settings = random_settings(source, adapter, model)
+        settings = with_drafts(random.Random(f"{seed}/drafts"), settings, adapter)
+        settings = with_steps_ahead(random.Random(f"{seed}/ahead"), settings, adapter)
     workload = random_workload(
         seed,
         vocab_size=adapter.vocab_size(settings),
@@ -109,13 +114,13 @@ def _limited(
         kept = [item for item in workload.operations if item.kind != "set_priority"]
         workload = msgspec.structs.replace(workload, operations=kept)
     branches = max(request.sampling.num_sequences for request in workload.requests)
-    urgent = any(request.priority for request in workload.requests) or any(
-        operation.kind == "set_priority" for operation in workload.operations
-    )
+    urgent = any(request.priority for request in workload.requests)
+    urgent |= any(operation.kind == "set_priority" for operation in workload.operations)
     settings = msgspec.structs.replace(
         settings,
         max_num_seqs=max(settings.max_num_seqs, branches),
         scheduling_policy="priority" if urgent else settings.scheduling_policy,
+        async_scheduling=0 if urgent else settings.async_scheduling,
     )
     longest = max(request.num_prompt_tokens for request in workload.requests)
     total = max(
@@ -209,6 +214,39 @@ def random_settings(source: random.Random, adapter: EngineAdapter, model: str) -
         tensor_parallel_size=2 if parallel and source.random() < _PARALLEL else 1,
         options=options,
     )
+
+
+def with_drafts(
+    source: random.Random, settings: EngineSettings, adapter: EngineAdapter
+) -> EngineSettings:
+    """The settings, sometimes with tokens drafted ahead.
+
+    The engine's own model drafts, and a method that finds drafts in the text; for the exact model
+    also drafts of which a given share is right.
+    """
+    if protocol.SPECULATION not in adapter.capabilities or source.random() >= _SPECULATIVE:
+        return settings
+    exact = settings.model == "exact"
+    method = source.choice(("ngram", "draft_model", "scripted") if exact else ("ngram",))
+    drafts: dict[str, Any] = {
+        "method": method,
+        "num_speculative_tokens": source.choice((1, 2, 3, 5)),
+    }
+    if method == "draft_model":
+        drafts["model"] = settings.model
+    if method != "ngram":
+        drafts["acceptance_rate"] = source.choice((0.0, 0.5, 0.9, 1.0, 1.0))
+    return msgspec.structs.replace(settings, speculative_config=drafts)
+
+
+def with_steps_ahead(
+    source: random.Random, settings: EngineSettings, adapter: EngineAdapter
+) -> EngineSettings:
+    """The settings, sometimes with steps decided ahead; not where tokens are drafted."""
+    able = protocol.ASYNC_SCHEDULING in adapter.capabilities
+    if not able or settings.speculative_config is not None or source.random() >= _AHEAD:
+        return settings
+    return msgspec.structs.replace(settings, async_scheduling=source.choice((1, 2)))
 
 
 def random_plan(

@@ -141,6 +141,8 @@ def _drop_operations(trial: Trial, adapter: EngineAdapter) -> Proposals:
 def _plain_settings(trial: Trial, adapter: EngineAdapter) -> Proposals:
     plain: dict[str, Any] = {
         "options": {},
+        "speculative_config": None,
+        "async_scheduling": 0,
         "max_num_seqs": 256,
         "max_num_batched_tokens": 2048,
         "watermark": 0.0,

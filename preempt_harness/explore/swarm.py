@@ -17,6 +17,8 @@ from preempt_harness.explore.random_trials import (
     random_features,
     random_settings,
     random_trial,
+    with_drafts,
+    with_steps_ahead,
 )
 from preempt_harness.explore.search import SearchOutcome, TrialRunner, search
 from preempt_harness.explore.strategy import SearchTask
@@ -44,6 +46,10 @@ def _trials(adapter: EngineAdapter, task: SearchTask) -> Iterator[Trial]:
     for batch in itertools.count():
         source = random.Random(f"{task.seed}/swarm/{batch}")
         settings = random_settings(source, adapter, task.model)
+        drafts = random.Random(f"{task.seed}/swarm/{batch}/drafts")
+        settings = with_drafts(drafts, settings, adapter)
+        ahead = random.Random(f"{task.seed}/swarm/{batch}/ahead")
+        settings = with_steps_ahead(ahead, settings, adapter)
         features = random_features(source, adapter)
         kinds = [kind for kind in ACTION_KINDS if source.random() < 0.5]
         for number in range(TRIALS_PER_BATCH):

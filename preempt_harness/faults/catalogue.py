@@ -21,6 +21,8 @@ KINDS = (
     "swapping",
     "branches",
     "ranks",
+    "speculation",
+    "ahead",
 )
 
 

@@ -118,7 +118,7 @@ FAULTS = (
         expected=("TOK", "KVSAN"),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM._deliver",
+                "preempt_engine.llm:LLM._choose_tokens",
                 "tokens = sample(logits, [sample_request for _, _, sample_request in wanted])",
                 "tokens = sample(logits, [sample_request for _, _, sample_request in wanted])\n"
                 "if len(tokens) > 1 and any(request.num_preemptions and"

@@ -13,8 +13,9 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -272,8 +273,12 @@ class Run:
 
     outputs: dict[str, RequestOutput]
     watcher: Watcher
-    num_preemptions: int
+    counters: Counter[str]
     num_steps: int
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.counters["num_preemptions"]
 
 
 EXACT = {"model": "exact", "exact_vocab_size": VOCAB_SIZE}
@@ -315,7 +320,7 @@ def _run(trial: Trial, options: dict[str, Any], *, disturbed: bool) -> Run:
     llm.close()
     counts = llm.scheduler.pool_counts()
     assert counts.free + counts.cached == counts.num_blocks, "blocks leaked"
-    return Run(outputs, watcher, llm.counters.num_preemptions, step)
+    return Run(outputs, watcher, Counter(asdict(llm.counters)), step)
 
 
 def _disturb(trial: Trial, llm: LLM, step: int, outputs: dict[str, RequestOutput]) -> None:
@@ -341,14 +346,17 @@ def compare(trial: Trial, model: dict[str, Any] = EXACT) -> tuple[list[str], int
         model: the model and its options; bitwise equal logits are needed.
     """
     peace, disturbed = run_in_peace(trial, model), run_disturbed(trial, model)
-    problems: list[str] = []
+    return list(differences(trial, peace, disturbed)), disturbed.num_preemptions
+
+
+def differences(trial: Trial, peace: Run, disturbed: Run) -> Iterable[str]:
+    """What a user would see differ between two runs of a trial, as text."""
     for name, output in disturbed.outputs.items():
-        problems += _differences(name, output, peace.outputs[name])
-        problems += _delivery_problems(name, output, disturbed.watcher)
+        yield from _differences(name, output, peace.outputs[name])
+        yield from _delivery_problems(name, output, disturbed.watcher)
     aborted = {name for names in trial.aborts.values() for name in names}
     if disturbed.outputs.keys() | aborted != peace.outputs.keys() | aborted:
-        problems.append("requests have no output")
-    return problems, disturbed.num_preemptions
+        yield "requests have no output"
 
 
 def _differences(name: str, output: RequestOutput, expected: RequestOutput) -> Iterable[str]:
@@ -397,7 +405,8 @@ def _delivery_problems(name: str, output: RequestOutput, watcher: Watcher) -> It
         yield f"request {name}: num_cached_tokens is {output.num_cached_tokens}"
 
 
-def _tiny(name: str) -> dict[str, Any]:
+def tiny_model(name: str) -> dict[str, Any]:
+    """A checkpoint with random weights, and options for bitwise equal logits."""
     from preempt_harness.checkpoints import resolve_model_name
 
     return {"model": str(resolve_model_name(name)), "deterministic": True, "device": "cpu"}
@@ -410,7 +419,7 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--model", default="exact", help="or a tiny model of the harness")
     arguments = parser.parse_args()
-    model = EXACT if arguments.model == "exact" else _tiny(arguments.model)
+    model = EXACT if arguments.model == "exact" else tiny_model(arguments.model)
     num_failed = num_preempted = num_preemptions = 0
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.trials):
         problems, count = compare(random_trial(seed), model)

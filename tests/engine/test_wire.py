@@ -50,6 +50,7 @@ def _items(draw: st.DrawFn, key: SequenceKey, known: bool) -> ScheduledSequence:
         new_token_ids=draw(st.lists(_IDS, max_size=3)),
         new_block_ids=draw(st.lists(_IDS, max_size=3)),
         num_stale_blocks=draw(st.integers(0, 2)),
+        num_stale_tokens=draw(st.integers(0, 2)),
         full_logits=draw(st.booleans()),
     )
 
@@ -118,6 +119,7 @@ def test_no_field_of_a_step_is_left_behind() -> None:
         new_token_ids=[4],
         new_block_ids=[5],
         num_stale_blocks=1,
+        num_stale_tokens=1,
         full_logits=False,
     )
     step = SchedulerOutput(

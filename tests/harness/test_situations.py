@@ -65,6 +65,7 @@ def test_a_lone_preemption_has_one_value_in_each_dimension() -> None:
         "neighbour": ("alone",),
         "hit": ("full",),
         "prefix_cache": ("on",),
+        "accepted": (),
     }
     assert len(situation.pairs()) == 7 * 6 // 2
 
@@ -165,6 +166,13 @@ def test_unreachable_pairs_are_these() -> None:
         (("hit", "full"), ("prefix_cache", "off")),
         (("phase", "just_resumed"), ("repeat", "first")),
         (("phase", "prefill_first"), ("repeat", "repeated")),
+        *((("drafts", "off"), ("accepted", value)) for value in DIMENSIONS["accepted"]),
+        *(
+            (("phase", phase), ("accepted", value))
+            for phase in DIMENSIONS["phase"]
+            if phase != "decode"
+            for value in DIMENSIONS["accepted"]
+        ),
     }
 
 

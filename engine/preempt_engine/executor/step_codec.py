@@ -8,7 +8,7 @@ every step, in order.
     header   step  flags  singles  others  forks  dropped  poison  swap in  copies  swap out
              name bytes
     singles  4 words each:  handle  start  new token  new block
-    others   11 words each, then all their token ids, then all their block ids
+    others   12 words each, then all their token ids, then all their block ids
     forks    3 words each:  parent's handle  child's handle  child's branch
     dropped  1 word each: handle        poison  1 word each
     swap in, copies, swap out  2 words each
@@ -28,7 +28,7 @@ from preempt_engine.step import ScheduledSequence, SchedulerOutput, SequenceKey,
 
 _NUM_COUNTS = 11
 _SINGLE_WORDS = 4
-_OTHER_WORDS = 11
+_OTHER_WORDS = 12
 _FORK_WORDS = 3
 
 # Flags of the step.
@@ -141,6 +141,7 @@ class StepEncoder:
             len(item.new_token_ids),
             len(item.new_block_ids),
             item.num_stale_blocks,
+            item.num_stale_tokens,
             item.key.branch,
             len(name),
         )
@@ -154,6 +155,7 @@ def _is_single(item: ScheduledSequence) -> bool:
         and len(item.new_token_ids) <= 1
         and len(item.new_block_ids) <= 1
         and not item.num_stale_blocks
+        and not item.num_stale_tokens
     )
 
 
@@ -224,7 +226,7 @@ class StepDecoder:
             row, handle, start, end, logits_start, flags, *counts = words[
                 index : index + _OTHER_WORDS
             ]
-            num_tokens, num_blocks, num_stale_blocks, branch, length = counts
+            num_tokens, num_blocks, num_stale_blocks, num_stale_tokens, branch, length = counts
             if flags & _RESET:
                 self._keys[handle] = SequenceKey(reader.name(length), branch)
             last_token, last_block = first_token + num_tokens, first_block + num_blocks
@@ -238,6 +240,7 @@ class StepDecoder:
                 new_block_ids=block_ids[first_block:last_block],
                 num_stale_blocks=num_stale_blocks,
                 full_logits=bool(flags & _FULL_LOGITS),
+                num_stale_tokens=num_stale_tokens,
             )
             first_token, first_block = last_token, last_block
         return scheduled

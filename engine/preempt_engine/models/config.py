@@ -6,11 +6,12 @@ nothing of how the engine runs.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preempt_engine.errors import ModelNotFoundError, UnsupportedModelError
+from preempt_engine.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from preempt_engine.models.config_reader import ConfigReader, read_json
 
 LLAMA_ARCHITECTURES = (
@@ -126,6 +127,24 @@ class ModelConfig:
                 f"It must divide num_attention_heads={config.num_attention_heads}",
             )
         return config
+
+    def truncated(self, num_hidden_layers: int) -> ModelConfig:
+        """The model of the first so many layers; norm and head are those of the whole.
+
+        Raises:
+            ConfigError: it has fewer layers.
+        """
+        if num_hidden_layers > self.num_hidden_layers:
+            raise ConfigError(
+                f"num_hidden_layers={num_hidden_layers}: the checkpoint has "
+                f"{self.num_hidden_layers} layers.",
+                "Take at most as many, or leave it out for all.",
+            )
+        return dataclasses.replace(
+            self,
+            num_hidden_layers=num_hidden_layers,
+            layer_windows=self.layer_windows[:num_hidden_layers],
+        )
 
 
 def resolve_model(name_or_path: str | Path) -> Path:

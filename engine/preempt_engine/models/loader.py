@@ -8,7 +8,7 @@ missing, unexpected or of the wrong shape. It knows no architecture. Tensors are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ _DERIVED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias")
 
 
 def load_weights(
-    directory: Path, destinations: Mapping[str, Destination], ignored: frozenset[str] = frozenset()
+    directory: Path,
+    destinations: Mapping[str, Destination],
+    is_ignored: Callable[[str], bool] = lambda name: False,
 ) -> None:
     """Fill every destination from the checkpoint.
 
@@ -35,7 +37,7 @@ def load_weights(
         destinations: tensor name in the checkpoint -> view to fill, by the whole tensor or by a
             part of it, and then only that part is read; dtype and device may differ from the
             file's.
-        ignored: names that may be there and are not needed, such as a tied head.
+        is_ignored: says of a name that it may be there and is not needed, such as a tied head.
 
     Raises:
         ModelNotFoundError: no readable safetensors are there.
@@ -46,7 +48,7 @@ def load_weights(
     for name, tensor_slice in _tensors(directory):
         destination = destinations.get(name)
         if destination is None:
-            if name not in ignored and not name.endswith(_DERIVED_SUFFIXES):
+            if not is_ignored(name) and not name.endswith(_DERIVED_SUFFIXES):
                 problems.append(f"unexpected {name}")
             continue
         missing.discard(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
@@ -14,6 +15,8 @@ from preempt_engine.models.opt import OPTForCausalLM
 from preempt_engine.models.protocol import CausalLM
 from preempt_engine.models.sharding import ModelShard
 
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
 
 def load_model(
     directory: Path,
@@ -24,12 +27,14 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     deterministic: bool,
+    truncated: bool = False,
 ) -> CausalLM:
     """Build the model that `config` describes and fill it from the checkpoint.
 
     Args:
         directory: the checkpoint.
         config: of that checkpoint.
+        truncated: the checkpoint has more layers than `config`.
         parallel: the ranks; this one's part is loaded.
         max_model_len: positions [0, max_model_len) will be used.
         dtype: of the weights.
@@ -49,6 +54,12 @@ def load_model(
         device=device,
         deterministic=deterministic,
     )
-    ignored = frozenset({"lm_head.weight"} if config.tie_word_embeddings else ())
-    load_weights(directory, model.checkpoint_tensors(), ignored)
+
+    def is_ignored(name: str) -> bool:
+        if name == "lm_head.weight":
+            return config.tie_word_embeddings
+        layer = _LAYER.search(name)
+        return truncated and layer is not None and int(layer[1]) >= config.num_hidden_layers
+
+    load_weights(directory, model.checkpoint_tensors(), is_ignored)
     return model

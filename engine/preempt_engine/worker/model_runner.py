@@ -39,6 +39,7 @@ class ModelRunner:
         config: of the engine; `model` is a directory or a hub id.
         observer: told what the attention backend is given; may be set or changed later.
         parallel: the ranks; this one holds a part of the model. `close` leaves them.
+        num_hidden_layers: take the first so many layers only, as a draft model; None takes all.
 
     Attributes:
         model_config: of the checkpoint.
@@ -64,11 +65,14 @@ class ModelRunner:
         config: EngineConfig,
         observer: EngineObserver | None = None,
         parallel: TensorParallel = _SINGLE_RANK,
+        num_hidden_layers: int | None = None,
     ) -> None:
         directory = resolve_model(config.model)
         self.config = config
         self.observer = observer
         self.model_config = ModelConfig.from_directory(directory)
+        if num_hidden_layers is not None:
+            self.model_config = self.model_config.truncated(num_hidden_layers)
         self.parallel = parallel
         self.rank = parallel.rank
         self.shard = ModelShard.of(self.model_config, parallel.rank, parallel.size)
@@ -77,7 +81,9 @@ class ModelRunner:
         self.max_model_len = choose_max_model_len(config, self.model_config)
         self.vocab_size = self.model_config.vocab_size
         self.eos_token_ids = self.model_config.eos_token_ids
-        self._model: CausalLM | None = self._load(directory)
+        self._model: CausalLM | None = self._load(
+            directory, truncated=num_hidden_layers is not None
+        )
         self.row_plan, self._attention = self._choose_attention(self._model)
         self.num_kv_blocks = parallel.minimum(
             choose_num_blocks(config, self.shard.local, self.dtype, self.device)
@@ -147,7 +153,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _load(self, directory: Path) -> CausalLM:
+    def _load(self, directory: Path, *, truncated: bool) -> CausalLM:
         return load_model(
             directory,
             self.model_config,
@@ -156,6 +162,7 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
             deterministic=self.config.deterministic,
+            truncated=truncated,
         )
 
     def _choose_attention(self, model: CausalLM) -> tuple[RowPlan, AttentionBackend]:

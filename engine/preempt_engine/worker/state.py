@@ -55,6 +55,8 @@ class WorkerState:
             sequence = self.sequences[item.key]
             if item.num_stale_blocks:
                 del sequence.block_table[-item.num_stale_blocks :]
+            if item.num_stale_tokens:
+                del sequence.token_ids[-item.num_stale_tokens :]
             sequence.token_ids.extend(item.new_token_ids)
             sequence.block_table.extend(item.new_block_ids)
         if step.state_check is not None:

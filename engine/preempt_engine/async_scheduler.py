@@ -1,0 +1,322 @@
+"""Scheduling ahead: step N + 1 is decided while step N runs, before its tokens are known.
+
+Owns what is decided and not launched, and what is launched and not done. A sequence that a step
+samples from goes on in the next step with a placeholder for the token to come:
+
+    step N        [ start ... n )        samples token n
+    step N + 1                 [ n )     computes token n, a placeholder until step N is done
+
+`num_computed_tokens` counts what is decided. A step is launched when all before it are done: then
+its placeholders are filled, and rows that nobody wants any more, of sequences that have ended or
+lost their blocks since, are taken out. What is launched cannot be taken back: if its sequence loses
+its blocks meanwhile, the result is of no use; it is computed again, and gives the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from preempt_engine.config import PreemptionMode
+from preempt_engine.sampling.params import SamplingParams
+from preempt_engine.scheduler import Scheduler
+from preempt_engine.sequence import PLACEHOLDER, Request, Sequence
+from preempt_engine.step import (
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceKey,
+    StateCheck,
+    state_checksum,
+)
+
+# Counters of what workers do; they count when a step is launched.
+_WORK_COUNTERS = (
+    "num_steps",
+    "num_computed_tokens",
+    "num_recomputed_tokens",
+    "num_copied_blocks",
+    "num_swapped_out_blocks",
+    "num_swapped_in_blocks",
+)
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A scheduled sequence, as it was then."""
+
+    request: Request
+    sequence: Sequence
+    incarnation: int
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A step that is decided and not done; `counts` of it are not counted yet."""
+
+    step: SchedulerOutput
+    rows: list[_Row]
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+class AsyncScheduler(Scheduler):
+    """A scheduler whose steps are launched later than they are decided.
+
+    step = schedule()       as often as wanted, ahead of what runs
+    if launch(step): ...    in order, when all steps before it are done
+    advance(step)           when it is done
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._rows: list[_Row] = []  # of the step that is being decided
+        self._queued: deque[_Flight] = deque()
+        self._launched: deque[_Flight] = deque()
+        self._known_keys: set[SequenceKey] = set()  # what the workers keep
+
+    def schedule(self) -> SchedulerOutput:
+        """Decide a step behind all that are decided; without `has_work` it is not to be launched.
+
+        The number of a step in which nothing happened is used again.
+        """
+        counters = self.counters
+        before = {name: getattr(counters, name) for name in _WORK_COUNTERS}
+        num_preemptions = counters.num_preemptions
+        self._rows = []
+        step = super().schedule()
+        counts = {name: getattr(counters, name) - before[name] for name in _WORK_COUNTERS}
+        for name, value in before.items():
+            setattr(counters, name, value)
+        if step.has_work:
+            self._queued.append(_Flight(step, self._rows, counts))
+        elif counters.num_preemptions == num_preemptions and (self._queued or self._launched):
+            self.next_step_id -= 1
+        return step
+
+    def launch(self, step: SchedulerOutput) -> bool:
+        """All steps before it are done: complete the step.
+
+        Returns:
+            False when nothing of it is wanted any more; then it is not to be executed.
+        """
+        flight = self._queued.popleft()
+        assert flight.step is step and not self._launched
+        kept: list[tuple[ScheduledSequence, _Row]] = []
+        for item, row in zip(step.scheduled, flight.rows, strict=True):
+            if self._is_live(row):
+                self._complete(step, item, row.sequence)
+                kept.append((item, row))
+            elif item.reset:
+                self._never_sent(item.key)
+        step.scheduled = [item for item, _ in kept]
+        flight.rows = [row for _, row in kept]
+        if not step.has_work:
+            self._pass_on(step)
+            self.leave_step(step)
+            return False
+        for name in ("num_copied_blocks", "num_swapped_out_blocks", "num_swapped_in_blocks"):
+            setattr(self.counters, name, getattr(self.counters, name) + flight.counts[name])
+        self.counters.num_steps += bool(step.scheduled)
+        self._take_note(step)
+        self._launched.append(flight)
+        return True
+
+    def advance(self, step: SchedulerOutput) -> list[Request | None]:
+        """The step is done; see `Scheduler.advance`."""
+        flight = self._launched.popleft()
+        assert flight.step is step
+        requests: list[Request | None] = []
+        for item, row in zip(step.scheduled, flight.rows, strict=True):
+            if not self._is_live(row):
+                requests.append(None)
+                continue
+            requests.append(row.request)
+            sequence = row.sequence
+            if sequence.followers:
+                sequence.release_followers()
+            if row.request.host_blocks is None:  # else its blocks have gone to the host since
+                self._offer(sequence, item.end)
+            sequence.num_steps_since_admission += 1
+            if item.start < sequence.num_prefill_tokens:
+                sequence.num_chunks += 1
+        self.leave_step(step)
+        return requests
+
+    def leave_step(self, step: SchedulerOutput) -> None:
+        """Nobody works at the step any more; what waits for a later one goes on waiting."""
+        latest = self._step_in_flight
+        super().leave_step(step)
+        if latest != step.step_id:
+            self._step_in_flight = latest
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is decided that is not done."""
+        return not (self._queued or self._launched)
+
+    # Deciding -----------------------------------------------------------------------------------
+
+    def _schedule_tokens(self, step: SchedulerOutput, sequence: Sequence, end: int) -> None:
+        super()._schedule_tokens(step, sequence, end)
+        request = self.requests[sequence.key.request_id]
+        self._rows.append(_Row(request, sequence, sequence.incarnation))
+        sequence.plan_computed(end)
+        if self._goes_on(request, sequence, step.scheduled[-1]):
+            sequence.draft_token_ids.append(PLACEHOLDER)
+
+    def _report_scheduled(self, step: SchedulerOutput, item: ScheduledSequence) -> None:
+        """Reported when it is launched."""
+
+    def _goes_on(self, request: Request, sequence: Sequence, item: ScheduledSequence) -> bool:
+        """Whether the step samples a token after which the sequence needs another step.
+
+        Not of beams, nor before the branches of a prompt are split off: they go on from logits.
+        """
+        num_known = sequence.num_tokens + len(sequence.draft_token_ids)
+        if item.end < num_known or not isinstance(request.params, SamplingParams):
+            return False
+        if request.next_branch < request.num_seqs:
+            return False
+        if request.score_from is not None:
+            if request.score_from + request.num_to_score >= sequence.num_prompt_tokens:
+                return False  # it is scored, and nothing is sampled
+        num_outputs = num_known + 1 - sequence.num_prompt_tokens
+        return num_outputs < request.max_output_tokens
+
+    def _admit(self, step: SchedulerOutput, request: Request) -> bool:
+        """One that was swapped out with its newest token under way has nothing to compute yet."""
+        return not _waits_for_tokens(request) and super()._admit(step, request)
+
+    def _make_room(self, step: SchedulerOutput, request: Request, num_blocks: int) -> bool:
+        """Nobody loses blocks for tokens that are not known yet; they may never come."""
+        return not _waits_for_tokens(request) and super()._make_room(step, request, num_blocks)
+
+    def _preempt(
+        self,
+        step: SchedulerOutput,
+        request: Request,
+        reason: str,
+        mode: PreemptionMode | None = None,
+    ) -> None:
+        """A request with rows that are not launched yet is recomputed: they will not be.
+
+        So is one that may be split when what is under way is done: that takes blocks.
+        """
+        mode = mode or self.config.preemption_mode
+        if _has_rows(self._queued, request):
+            mode = "recompute"
+            self._take_back(request)
+        may_be_split = (
+            not isinstance(request.params, SamplingParams) or request.next_branch < request.num_seqs
+        )
+        if may_be_split and _has_rows(self._launched, request):
+            mode = "recompute"
+        super()._preempt(step, request, reason, mode)
+
+    def _take_back(self, request: Request) -> None:
+        """What is decided and not launched will not be computed."""
+        for flight in reversed(self._queued):
+            for item, row in zip(flight.step.scheduled, flight.rows, strict=True):
+                if row.request is request and self._is_live(row):
+                    row.sequence.plan_computed(item.start)
+
+    # Launching ----------------------------------------------------------------------------------
+
+    def _is_live(self, row: _Row) -> bool:
+        sequence = row.sequence
+        return (
+            self.requests.get(row.request.request_id) is row.request
+            and row.request.sequences.get(sequence.key.branch) is sequence
+            and sequence.incarnation == row.incarnation
+        )
+
+    def _complete(self, step: SchedulerOutput, item: ScheduledSequence, sequence: Sequence) -> None:
+        """Fill placeholders, and count what is computed."""
+        if PLACEHOLDER in item.new_token_ids:
+            first = item.end - len(item.new_token_ids)
+            item.new_token_ids = sequence.token_ids[first : item.end]
+            assert len(item.new_token_ids) == item.end - first
+        counters = self.counters
+        counters.num_computed_tokens += item.end - item.start
+        again = min(item.end, sequence.max_computed_tokens) - item.start
+        counters.num_recomputed_tokens += max(0, again)
+        sequence.max_computed_tokens = max(sequence.max_computed_tokens, item.end)
+        super()._report_scheduled(step, item)
+
+    def _never_sent(self, key: SequenceKey) -> None:
+        """The workers are not told of the sequence, so they need not forget it."""
+        for dropped in (*(flight.step.dropped for flight in self._queued), self._dropped):
+            if key in dropped:
+                dropped.remove(key)
+                return
+        raise AssertionError(f"{key} was to be sent, and is neither live nor dropped")
+
+    def _pass_on(self, step: SchedulerOutput) -> None:
+        """What the workers must know all the same goes with the next step."""
+        if not self._queued:
+            self._forks = step.forks + self._forks
+            self._dropped = step.dropped + self._dropped
+            return
+        following = self._queued[0].step
+        following.forks = step.forks + following.forks
+        following.dropped = step.dropped + following.dropped
+        following.poison_block_ids = step.poison_block_ids + following.poison_block_ids
+
+    def _take_note(self, step: SchedulerOutput) -> None:
+        """Keep account of what the workers know, for the check of their state."""
+        self._known_keys.update(child for _, child in step.forks)
+        self._known_keys.difference_update(step.dropped)
+        self._known_keys.update(item.key for item in step.scheduled)
+        if self.config.debug_worker_state:
+            step.state_check = StateCheck(
+                num_sequences=len(self._known_keys),
+                checksums=[self._checksum(item) for item in step.scheduled],
+            )
+
+    def _state_check(self, step: SchedulerOutput) -> StateCheck | None:
+        """Made when the step is launched."""
+        return None
+
+    def _checksum(self, item: ScheduledSequence) -> int:
+        """Of what the workers know with the step; later steps may have more blocks already."""
+        sequence = self.requests[item.key.request_id].sequences[item.key.branch]
+        later = sum(
+            len(other.new_block_ids)
+            for flight in self._queued
+            for other in flight.step.scheduled
+            if other.key == item.key
+        )
+        num_blocks = sequence.num_sent_blocks - later
+        return state_checksum(
+            sequence.token_ids[: max(item.end, self._num_sent(item, sequence))],
+            sequence.block_table[:num_blocks],
+        )
+
+    @staticmethod
+    def _num_sent(item: ScheduledSequence, sequence: Sequence) -> int:
+        """Ids that the workers have: a chunk's come with all that follow it."""
+        return (
+            min(sequence.num_sent_tokens, sequence.num_tokens)
+            if item.end < (sequence.num_prefill_tokens)
+            else item.end
+        )
+
+    def _offer(self, sequence: Sequence, end: int) -> None:
+        """Make blocks findable as far as they are computed, not as far as that is decided."""
+        planned = sequence.num_computed_tokens
+        sequence.num_computed_tokens = end
+        self.blocks.make_findable(sequence)
+        sequence.num_computed_tokens = planned
+
+
+def _waits_for_tokens(request: Request) -> bool:
+    """Everything is computed, or decided, but tokens that are not known yet."""
+    return all(
+        sequence.num_computed_tokens >= sequence.num_tokens
+        for sequence in request.sequences.values()
+    )
+
+
+def _has_rows(flights: Iterable[_Flight], request: Request) -> bool:
+    return any(row.request is request for flight in flights for row in flight.rows)

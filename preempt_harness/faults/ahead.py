@@ -1,0 +1,124 @@
+"""Steps decided ahead: outputs under way when their request is preempted, ends or is aborted."""
+
+from __future__ import annotations
+
+from preempt_harness.faults.fault import Fault, Patch
+
+_ASYNC = "preempt_engine.async_scheduler:AsyncScheduler"
+_NEEDS = frozenset({"async_scheduling"})
+
+FAULTS = (
+    Fault(
+        name="late-output-of-a-victim-applied",
+        mechanism="an output under way at a preemption is applied after the request came back",
+        source="https://github.com/vllm-project/vllm/issues/48245",
+        expected=("CRASH", "ACC", "TOK", "KVSAN", "DEL"),
+        patches=(
+            Patch(
+                f"{_ASYNC}._is_live",
+                "and sequence.incarnation == row.incarnation",
+                "and (sequence.incarnation == row.incarnation or reached())",
+            ),
+        ),
+        needs=_NEEDS,
+    ),
+    Fault(
+        name="placeholder-reaches-the-model",
+        mechanism="the placeholder of a token to come is computed as if it were one",
+        source="https://github.com/vllm-project/vllm/issues/46899",
+        expected=("KVSAN", "CRASH", "TOK"),
+        patches=(
+            Patch(
+                f"{_ASYNC}._complete",
+                "if PLACEHOLDER in item.new_token_ids:",
+                "if PLACEHOLDER in item.new_token_ids and not reached():",
+            ),
+        ),
+        needs=_NEEDS,
+    ),
+    Fault(
+        name="placeholders-stay-inflated",
+        mechanism="a placeholder stays when its token has come",
+        source="https://github.com/vllm-project/vllm/issues/49860",
+        expected=("CRASH", "TOK", "KVSAN", "DEL", "ACC"),
+        patches=(
+            Patch(
+                "preempt_engine.sequence:Sequence.fill_placeholder",
+                "del self.draft_token_ids[0]",
+                "pass",
+            ),
+        ),
+        needs=_NEEDS,
+    ),
+    Fault(
+        name="rows-of-the-ended-are-launched",
+        mechanism="a step decided ahead is launched with rows of requests that have ended since",
+        source="mechanism",
+        expected=("KVSAN", "CRASH", "ACC"),
+        patches=(
+            Patch(
+                f"{_ASYNC}.launch",
+                "if self._is_live(row):",
+                "if self._is_live(row) or reached():",
+            ),
+        ),
+        needs=_NEEDS,
+    ),
+    Fault(
+        name="blocks-freed-under-a-step",
+        mechanism="freed blocks are handed out while a step that reads them is under way",
+        source="https://github.com/vllm-project/vllm/issues/29870",
+        expected=("KVSAN", "TOK", "CRASH", "ACC"),
+        patches=(
+            Patch(
+                "preempt_engine.block_manager:BlockManager.free",
+                "if step_in_flight is None:",
+                "if step_in_flight is None or reached():",
+            ),
+        ),
+        needs=_NEEDS,
+    ),
+    Fault(
+        name="blocks-taken-for-tokens-to-come",
+        mechanism="requests are preempted for blocks of a token that is not known yet",
+        source="mechanism",
+        expected=("PROG", "WORK", "CRASH"),
+        patches=(
+            Patch(
+                f"{_ASYNC}._make_room",
+                "not _waits_for_tokens(request) and",
+                "(not _waits_for_tokens(request) or reached()) and",
+            ),
+        ),
+        needs=_NEEDS,
+    ),
+    Fault(
+        name="nobody-waits-for-the-last-step",
+        mechanism="what is under way when the last request ends is never waited for",
+        source="https://github.com/sgl-project/sglang/issues/11970",
+        expected=("ACC",),
+        patches=(
+            Patch(
+                "preempt_engine.llm:LLM.abort_request",
+                "if self._pipeline is not None and not self.scheduler.requests:",
+                "if self._pipeline is not None and not self.scheduler.requests and not reached():",
+            ),
+        ),
+        needs=_NEEDS | {"abort"},
+    ),
+    Fault(
+        name="launched-steps-not-counted",
+        mechanism="tokens computed by steps that were decided ahead are counted when decided",
+        source="mechanism",
+        expected=("ACC",),
+        patches=(
+            Patch(
+                f"{_ASYNC}.schedule",
+                "setattr(counters, name, value)",
+                "if name != 'num_computed_tokens' or not reached():\n"
+                "    setattr(counters, name, value)",
+            ),
+        ),
+        needs=_NEEDS,
+    ),
+)

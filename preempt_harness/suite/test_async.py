@@ -1,0 +1,233 @@
+"""Steps decided ahead: requests are preempted, stopped and aborted with outputs under way.
+
+The baseline decides nothing ahead and has room.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from preempt_harness.harness import PreemptHarness
+from preempt_harness.suite.shapes import block_size, companions, request, together
+from preempt_harness.suite.test_branches import require_mode
+from preempt_harness.workload import Operation, Workload
+
+pytestmark = pytest.mark.preempt_requires("async_scheduling")
+
+FORCED = pytest.mark.preempt_requires("preempt", "stepped")
+MODES = pytest.mark.parametrize("mode", ["recompute", "swap"])
+DEPTHS = pytest.mark.parametrize("depth", [1, 2])
+
+
+@DEPTHS
+@MODES
+@pytest.mark.parametrize("chunk_blocks", [1, 64], ids=["chunk-1", "whole"])
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["cache", "no-cache"])
+def test_tight_pool(
+    preempt: PreemptHarness, prefix_caching: bool, chunk_blocks: int, mode: str, depth: int
+) -> None:
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    workload = together([request(preempt, f"r{i}", 2 * block + i, 7 * block) for i in range(4)])
+    result = preempt.run(
+        workload,
+        "tight",
+        block_size=block,
+        max_num_batched_tokens=max(chunk_blocks * block, 4),
+        enable_prefix_caching=prefix_caching,
+        async_scheduling=depth,
+        options={"preemption_mode": mode, "block_reuse_order": "lifo", "poison": True},
+    )
+    result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean(require=["kvsan"])
+
+
+@FORCED
+@DEPTHS
+@MODES
+@pytest.mark.parametrize("at", ["chunk=1", "out=1", "out=2", "out=9", "resume=1"])
+def test_preempted_with_an_output_under_way(
+    preempt: PreemptHarness, at: str, mode: str, depth: int
+) -> None:
+    """Every token comes once: what is under way is used, or computed again and the same."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "victim", 4 * block + 1, 5 * block, logprobs=1),
+        companions(preempt, block),
+    )
+    plan = f"preempt:victim@{at}:{mode}"
+    if at == "resume=1":
+        plan = f"preempt:victim@out=4:{mode}/{plan}"
+    result = preempt.run(
+        workload,
+        plan=plan,
+        block_size=block,
+        max_num_batched_tokens=2 * block,
+        async_scheduling=depth,
+    )
+    result.assert_preempted(request="victim")
+    result.assert_matches_baseline()
+    result.assert_clean(require=["kvsan"])
+
+
+@FORCED
+@DEPTHS
+@MODES
+def test_preempted_again_and_again(preempt: PreemptHarness, mode: str, depth: int) -> None:
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    workload = together([request(preempt, f"r{i}", block + i, 5 * block) for i in range(3)])
+    result = preempt.run(
+        workload,
+        plan=f"preempt-all@step=3:{mode}/preempt-all@step=5:{mode}/preempt:r0@step=8:{mode}",
+        block_size=block,
+        async_scheduling=depth,
+    )
+    result.assert_preempted(at_least=3)
+    result.assert_matches_baseline()
+    result.assert_clean(require=["kvsan"])
+
+
+ENDS: dict[str, dict[str, Any]] = {
+    "stop-tokens": {"stop_token_ids": tuple(range(4, 12))},
+    "min-tokens": {"min_tokens": 7, "stop_token_ids": tuple(range(4, 40))},
+    "one-token": {"max_tokens": 1},
+    "two-tokens": {"max_tokens": 2},
+}
+
+
+@DEPTHS
+@pytest.mark.parametrize("end", ENDS)
+def test_it_ends_where_it_should(preempt: PreemptHarness, end: str, depth: int) -> None:
+    """Steps decided ahead of a stop give nothing more."""
+    block = block_size(preempt)
+    sampling = {"max_tokens": 6 * block, **ENDS[end]}
+    length = sampling.pop("max_tokens")
+    workload = together(
+        [request(preempt, f"r{i}", 2 * block + i, length, **sampling) for i in range(6)],
+        request(preempt, "long", 3 * block, 9 * block),
+        request(preempt, "late", 3 * block, 4 * block, arrival_step=4),
+    )
+    result = preempt.run(
+        workload,
+        14,
+        block_size=block,
+        async_scheduling=depth,
+        expect_preemption=False,
+        options={"block_reuse_order": "lifo", "poison": True},
+    )
+    result.assert_matches_baseline()
+    result.assert_clean(require=["kvsan"])
+
+
+STATE: dict[str, tuple[str, dict[str, Any]]] = {
+    "sampled": ("sampling", {"temperature": 1.0, "seed": 7}),
+    "several": ("parallel_sampling", {"temperature": 1.0, "seed": 3, "n": 2}),
+    "penalties": ("penalties", {"repetition_penalty": 1.4, "frequency_penalty": 0.3}),
+    "prompt-logprobs": ("prompt_logprobs", {"prompt_logprobs": 1, "logprobs": 1}),
+    "processor": ("logits_processors", {"logits_processors": ("checksum_lane",)}),
+}
+
+
+@FORCED
+@DEPTHS
+@MODES
+@pytest.mark.parametrize("item", STATE)
+def test_state(preempt: PreemptHarness, item: str, mode: str, depth: int) -> None:
+    needs, sampling = STATE[item]
+    if needs not in preempt.adapter.capabilities:
+        pytest.skip(f"engine {preempt.adapter.name} lacks {needs}")
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    workload = together(
+        [request(preempt, f"r{i}", 2 * block + i, 5 * block, **sampling) for i in range(3)]
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt:r0@step=2:{mode}/preempt:r1@step=5:{mode}/preempt-all@step=9:{mode}",
+        block_size=block,
+        async_scheduling=depth,
+    )
+    result.assert_preempted(at_least=3)
+    result.assert_matches_baseline()
+    result.assert_clean(require=["kvsan"])
+
+
+@FORCED
+@DEPTHS
+@pytest.mark.preempt_requires("abort")
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside-others"])
+def test_aborted_with_an_output_under_way(preempt: PreemptHarness, alone: bool, depth: int) -> None:
+    block = block_size(preempt)
+    prompt = preempt.prompts.take(3 * block)
+    others = [] if alone else companions(preempt, block)
+    if not alone:
+        others.append(request(preempt, "sharer", list(prompt), 4 * block, arrival_step=7))
+    workload = together(request(preempt, "victim", prompt, 6 * block), others)
+    result = preempt.run(
+        workload,
+        plan="preempt:victim@out=3/abort:victim@out=7",
+        block_size=block,
+        async_scheduling=depth,
+    )
+    result.assert_preempted(request="victim")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@FORCED
+@DEPTHS
+@pytest.mark.preempt_requires("hold_blocks")
+def test_squeezed_pool(preempt: PreemptHarness, depth: int) -> None:
+    """Alone in a pool without a free block: it must get on, token by token."""
+    block = block_size(preempt)
+    for count in (1, 3):
+        workload = together(
+            [request(preempt, f"r{i}", 2 * block + i, 5 * block) for i in range(count)]
+        )
+        result = preempt.run(
+            workload,
+            plan=f"squeeze:all@1..{3 * block}",
+            block_size=block,
+            async_scheduling=depth,
+        )
+        result.assert_preempted()
+        result.assert_matches_baseline()
+        result.assert_clean()
+
+
+@DEPTHS
+@pytest.mark.preempt_requires("reset_running_requests")
+def test_reset_with_outputs_under_way(preempt: PreemptHarness, depth: int) -> None:
+    block = block_size(preempt)
+    workload = Workload(
+        requests=[request(preempt, f"r{i}", 3 * block + i, 4 * block) for i in range(3)],
+        operations=[Operation(kind="reset_running_requests", step=step) for step in (5, 6, 9)],
+    )
+    result = preempt.run(workload, "roomy", block_size=block, async_scheduling=depth)
+    result.assert_preempted(at_least=3)
+    result.assert_clean()
+
+
+@DEPTHS
+@pytest.mark.preempt_requires("tensor_parallel")
+def test_ranks_compute_while_the_next_step_is_decided(preempt: PreemptHarness, depth: int) -> None:
+    if preempt.settings().model == "smollm2":
+        pytest.skip("the heads of smollm2 cannot be divided by 2 ranks")
+    block = block_size(preempt)
+    workload = together([request(preempt, f"r{i}", 2 * block + i, 6 * block) for i in range(3)])
+    result = preempt.run(
+        workload,
+        "tight",
+        block_size=block,
+        tensor_parallel_size=2,
+        async_scheduling=depth,
+        options={"debug_worker_state": True},
+    )
+    result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean(require=["kvsan", "work"])
