@@ -162,7 +162,7 @@ class Trace:
     def of(self, *kinds: type[Any]) -> list[Any]:
         """Batches and events of these kinds, in order."""
         batches = self.batches
-        places = chain.from_iterable([self._places.get(kind, ()) for kind in kinds])
+        places = chain.from_iterable([self._places.get(kind, ()) for kind in dict.fromkeys(kinds)])
         return [batches[place] for place in sorted(places)]
 
     def has(self, kind: type[Event]) -> bool:
