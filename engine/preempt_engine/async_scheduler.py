@@ -63,9 +63,9 @@ class _Flight:
 class AsyncScheduler(Scheduler):
     """A scheduler whose steps are launched later than they are decided.
 
-        step = schedule()       as often as wanted, ahead of what runs
-        if launch(step): ...    in order, when all steps before it are done
-        advance(step)           when it is done
+    step = schedule()       as often as wanted, ahead of what runs
+    if launch(step): ...    in order, when all steps before it are done
+    advance(step)           when it is done
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -84,7 +84,7 @@ class AsyncScheduler(Scheduler):
         before = {name: getattr(counters, name) for name in _WORK_COUNTERS}
         num_preemptions = counters.num_preemptions
         self._rows = []
-        step = super().schedule()
+        step = Scheduler.schedule(self)
         counts = {name: getattr(counters, name) - before[name] for name in _WORK_COUNTERS}
         for name, value in before.items():
             setattr(counters, name, value)
@@ -190,7 +190,9 @@ class AsyncScheduler(Scheduler):
 
     def _make_room(self, step: SchedulerOutput, request: Request, num_blocks: int) -> bool:
         """Nobody loses blocks for tokens that are not known yet; they may never come."""
-        return not _waits_for_tokens(request) and super()._make_room(step, request, num_blocks)
+        return not _waits_for_tokens(request) and Scheduler._make_room(
+            self, step, request, num_blocks
+        )
 
     def _preempt(
         self,
@@ -208,8 +210,7 @@ class AsyncScheduler(Scheduler):
             mode = "recompute"
             self._take_back(request)
         may_be_split = (
-            not isinstance(request.params, SamplingParams)
-            or request.next_branch < request.num_seqs
+            not isinstance(request.params, SamplingParams) or request.next_branch < request.num_seqs
         )
         if may_be_split and _has_rows(self._launched, request):
             mode = "recompute"
@@ -232,9 +233,7 @@ class AsyncScheduler(Scheduler):
             and sequence.incarnation == row.incarnation
         )
 
-    def _complete(
-        self, step: SchedulerOutput, item: ScheduledSequence, sequence: Sequence
-    ) -> None:
+    def _complete(self, step: SchedulerOutput, item: ScheduledSequence, sequence: Sequence) -> None:
         """Fill placeholders, and count what is computed."""
         if PLACEHOLDER in item.new_token_ids:
             first = item.end - len(item.new_token_ids)
@@ -245,7 +244,7 @@ class AsyncScheduler(Scheduler):
         again = min(item.end, sequence.max_computed_tokens) - item.start
         counters.num_recomputed_tokens += max(0, again)
         sequence.max_computed_tokens = max(sequence.max_computed_tokens, item.end)
-        super()._report_scheduled(step, item)
+        Scheduler._report_scheduled(self, step, item)
 
     def _never_sent(self, key: SequenceKey) -> None:
         """The workers are not told of the sequence, so they need not forget it."""
@@ -299,9 +298,11 @@ class AsyncScheduler(Scheduler):
     @staticmethod
     def _num_sent(item: ScheduledSequence, sequence: Sequence) -> int:
         """Ids that the workers have: a chunk's come with all that follow it."""
-        return min(sequence.num_sent_tokens, sequence.num_tokens) if item.end < (
-            sequence.num_prefill_tokens
-        ) else item.end
+        return (
+            min(sequence.num_sent_tokens, sequence.num_tokens)
+            if item.end < (sequence.num_prefill_tokens)
+            else item.end
+        )
 
     def _offer(self, sequence: Sequence, end: int) -> None:
         """Make blocks findable as far as they are computed, not as far as that is decided."""

@@ -1,6 +1,6 @@
 """Runs steps with others decided ahead of them. Owns the order: decide, launch, apply.
 
-    step()   decide ahead while the launched step runs; wait for it and apply it; launch the next
+step()   decide ahead while the launched step runs; wait for it and apply it; launch the next
 """
 
 from __future__ import annotations
