@@ -101,7 +101,8 @@ class AsyncScheduler(Scheduler):
             False when nothing of it is wanted any more; then it is not to be executed.
         """
         flight = self._queued.popleft()
-        assert flight.step is step and not self._launched
+        assert flight.step is step
+        assert not self._launched
         kept: list[tuple[ScheduledSequence, _Row]] = []
         for item, row in zip(step.scheduled, flight.rows, strict=True):
             if self._is_live(row):
@@ -178,9 +179,9 @@ class AsyncScheduler(Scheduler):
             return False
         if request.next_branch < request.num_seqs:
             return False
-        if request.score_from is not None:
-            if request.score_from + request.num_to_score >= sequence.num_prompt_tokens:
-                return False  # it is scored, and nothing is sampled
+        scored_to = (request.score_from or 0) + request.num_to_score
+        if request.score_from is not None and scored_to >= sequence.num_prompt_tokens:
+            return False  # it is scored, and nothing is sampled
         num_outputs = num_known + 1 - sequence.num_prompt_tokens
         return num_outputs < request.max_output_tokens
 

@@ -164,8 +164,8 @@ def check_vain(record: TrialRecord) -> CheckResult:
     Blocks that are swapped out may be withheld until they are copied, so that they are had in the
     next step, unless the plan steps in. One that needs blocks for several branches may find that
     those of all less urgent ones are not enough, and go itself; the log does not tell whether that
-    could be foreseen. Nor is a scheduler judged that decides ahead: a victim's blocks come free when
-    the steps under way are done, and by then whoever needed them may have ended.
+    could be foreseen. Nor is a scheduler judged that decides ahead: a victim's blocks come free
+    when the steps under way are done, and by then whoever needed them may have ended.
     """
     listing = Listing()
     if record.header.config.get("async_scheduling"):
