@@ -65,6 +65,20 @@ FAULTS = (
         needs=_NEEDS,
     ),
     Fault(
+        name="blocks-freed-under-a-step",
+        mechanism="freed blocks are handed out while a step that copies or reads them is under way",
+        source="https://github.com/vllm-project/vllm/issues/29870",
+        expected=("KVSAN", "TOK", "CRASH", "ACC"),
+        patches=(
+            Patch(
+                "preempt_engine.block_manager:BlockManager.free",
+                "if step_in_flight is None:",
+                "if step_in_flight is None or reached():",
+            ),
+        ),
+        needs=_NEEDS | {"swap"},
+    ),
+    Fault(
         name="blocks-taken-for-tokens-to-come",
         mechanism="requests are preempted for blocks of a token that is not known yet",
         source="mechanism",

@@ -34,14 +34,20 @@ def workload(count: int = 4, max_tokens: int = 30, **sampling: Any) -> Workload:
 
 
 def run(
-    depth: int, work: Workload | None = None, *, blocks: int = 18, plan: str = "", **options: Any
+    depth: int,
+    work: Workload | None = None,
+    *,
+    blocks: int = 18,
+    budget: int = 16,
+    plan: str = "",
+    **options: Any,
 ) -> TrialRecord:
     work = work or workload()
     settings = EngineSettings(
         num_blocks=blocks,
         block_size=BLOCK,
         async_scheduling=depth,
-        max_num_batched_tokens=16,
+        max_num_batched_tokens=budget,
         options={"block_reuse_order": "lifo", "poison": True, **options},
     )
     record = run_trial(
@@ -58,6 +64,7 @@ def trials() -> list[TrialRecord]:
     return [
         run(1),
         run(2, preemption_mode="swap"),
+        run(1, budget=4, preemption_mode="swap"),
         run(2, stops, blocks=14),
         run(1, workload(1), blocks=18, plan="squeeze:all@1..14"),
         run(1, workload(1), blocks=40, plan="abort:r0@out=7"),
