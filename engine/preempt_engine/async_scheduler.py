@@ -84,7 +84,7 @@ class AsyncScheduler(Scheduler):
         before = {name: getattr(counters, name) for name in _WORK_COUNTERS}
         num_preemptions = counters.num_preemptions
         self._rows = []
-        step = super().schedule()
+        step = Scheduler.schedule(self)
         counts = {name: getattr(counters, name) - before[name] for name in _WORK_COUNTERS}
         for name, value in before.items():
             setattr(counters, name, value)
@@ -101,7 +101,8 @@ class AsyncScheduler(Scheduler):
             False when nothing of it is wanted any more; then it is not to be executed.
         """
         flight = self._queued.popleft()
-        assert flight.step is step and not self._launched
+        assert flight.step is step
+        assert not self._launched
         kept: list[tuple[ScheduledSequence, _Row]] = []
         for item, row in zip(step.scheduled, flight.rows, strict=True):
             if self._is_live(row):
@@ -178,9 +179,9 @@ class AsyncScheduler(Scheduler):
             return False
         if request.next_branch < request.num_seqs:
             return False
-        if request.score_from is not None:
-            if request.score_from + request.num_to_score >= sequence.num_prompt_tokens:
-                return False  # it is scored, and nothing is sampled
+        scored_to = (request.score_from or 0) + request.num_to_score
+        if request.score_from is not None and scored_to >= sequence.num_prompt_tokens:
+            return False  # it is scored, and nothing is sampled
         num_outputs = num_known + 1 - sequence.num_prompt_tokens
         return num_outputs < request.max_output_tokens
 
@@ -190,7 +191,9 @@ class AsyncScheduler(Scheduler):
 
     def _make_room(self, step: SchedulerOutput, request: Request, num_blocks: int) -> bool:
         """Nobody loses blocks for tokens that are not known yet; they may never come."""
-        return not _waits_for_tokens(request) and super()._make_room(step, request, num_blocks)
+        return not _waits_for_tokens(request) and Scheduler._make_room(
+            self, step, request, num_blocks
+        )
 
     def _preempt(
         self,
@@ -242,7 +245,7 @@ class AsyncScheduler(Scheduler):
         again = min(item.end, sequence.max_computed_tokens) - item.start
         counters.num_recomputed_tokens += max(0, again)
         sequence.max_computed_tokens = max(sequence.max_computed_tokens, item.end)
-        super()._report_scheduled(step, item)
+        Scheduler._report_scheduled(self, step, item)
 
     def _never_sent(self, key: SequenceKey) -> None:
         """The workers are not told of the sequence, so they need not forget it."""

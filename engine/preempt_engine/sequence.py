@@ -26,7 +26,6 @@ from typing import Self
 from preempt_engine.sampling.params import BeamSearchParams, SamplingParams
 from preempt_engine.step import SequenceKey
 
-
 PLACEHOLDER = -1
 """In `draft_token_ids`: the token that a step under way will sample; no guess, and never wrong."""
 

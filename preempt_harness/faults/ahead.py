@@ -66,7 +66,7 @@ FAULTS = (
     ),
     Fault(
         name="blocks-freed-under-a-step",
-        mechanism="freed blocks are handed out while a step that reads them is under way",
+        mechanism="freed blocks are handed out while a step that copies or reads them is under way",
         source="https://github.com/vllm-project/vllm/issues/29870",
         expected=("KVSAN", "TOK", "CRASH", "ACC"),
         patches=(
@@ -76,7 +76,7 @@ FAULTS = (
                 "if step_in_flight is None or reached():",
             ),
         ),
-        needs=_NEEDS,
+        needs=_NEEDS | {"swap"},
     ),
     Fault(
         name="blocks-taken-for-tokens-to-come",
@@ -91,20 +91,6 @@ FAULTS = (
             ),
         ),
         needs=_NEEDS,
-    ),
-    Fault(
-        name="nobody-waits-for-the-last-step",
-        mechanism="what is under way when the last request ends is never waited for",
-        source="https://github.com/sgl-project/sglang/issues/11970",
-        expected=("ACC",),
-        patches=(
-            Patch(
-                "preempt_engine.llm:LLM.abort_request",
-                "if self._pipeline is not None and not self.scheduler.requests:",
-                "if self._pipeline is not None and not self.scheduler.requests and not reached():",
-            ),
-        ),
-        needs=_NEEDS | {"abort"},
     ),
     Fault(
         name="launched-steps-not-counted",

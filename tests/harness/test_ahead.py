@@ -1,0 +1,94 @@
+"""Records of an engine that decides steps ahead: clean, and each planted fault is found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from preempt_harness.adapters.embedded import EmbeddedAdapter
+from preempt_harness.adapters.protocol import EngineSettings
+from preempt_harness.baseline import BaselineStore
+from preempt_harness.checks import run_checks
+from preempt_harness.faults import Fault, plant
+from preempt_harness.faults.ahead import FAULTS
+from preempt_harness.record import Preempted, TrialRecord
+from preempt_harness.trial import Trial, run_trial
+from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
+
+ADAPTER = EmbeddedAdapter()
+BLOCK = 4
+
+
+def workload(count: int = 4, max_tokens: int = 30, **sampling: Any) -> Workload:
+    return Workload(
+        requests=[
+            RequestSpec(
+                id=f"r{index}",
+                prompt_token_ids=[(5 * index + 3 * place) % 50 + 4 for place in range(9 + index)],
+                sampling=SamplingSpec(max_tokens=max_tokens - 3 * index, **sampling),
+            )
+            for index in range(count)
+        ]
+    )
+
+
+def run(
+    depth: int,
+    work: Workload | None = None,
+    *,
+    blocks: int = 18,
+    budget: int = 16,
+    plan: str = "",
+    **options: Any,
+) -> TrialRecord:
+    work = work or workload()
+    settings = EngineSettings(
+        num_blocks=blocks,
+        block_size=BLOCK,
+        async_scheduling=depth,
+        max_num_batched_tokens=budget,
+        options={"block_reuse_order": "lifo", "poison": True, **options},
+    )
+    record = run_trial(
+        Trial(engine="embedded", settings=settings, workload=work, plan=plan), ADAPTER
+    )
+    store = BaselineStore(lambda trial: run_trial(trial, ADAPTER))
+    record.baseline = store.get(settings, work, ADAPTER)
+    return record
+
+
+def trials() -> list[TrialRecord]:
+    """A few trials in which every fault has to show."""
+    stops = workload(6, stop_token_ids=tuple(range(4, 12)))
+    return [
+        run(1),
+        run(2, preemption_mode="swap"),
+        run(1, budget=4, preemption_mode="swap"),
+        run(2, stops, blocks=14),
+        run(1, workload(1), blocks=18, plan="squeeze:all@1..14"),
+        run(1, workload(1), blocks=40, plan="abort:r0@out=7"),
+        run(2, plan="preempt-all@step=3/preempt-all@step=5/preempt:r0@step=8"),
+    ]
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_clean_engine_has_no_finding(depth: int, mode: str) -> None:
+    record = run(depth, preemption_mode=mode)
+    assert run_checks(record).findings == ()
+    assert any(isinstance(event, Preempted) for event in record.events)
+
+
+def test_without_a_fault_these_trials_are_clean() -> None:
+    for record in trials():
+        assert run_checks(record).findings == ()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_every_fault_is_found(fault: Fault) -> None:
+    with plant(fault) as planted:
+        reports = [run_checks(record) for record in trials()]
+    assert planted.num_reached
+    codes = {finding.code.value for report in reports for finding in report.findings}
+    assert any(code.startswith(fault.expected) for code in codes), codes
