@@ -51,6 +51,24 @@ class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
     logits_processors: tuple[str, ...] = ()
 
     @property
+    def changes_logits(self) -> bool:
+        """Whether more than the model's own logits, temperature, filters and noise chooses."""
+        return any(
+            (
+                self.beam is not None,
+                self.repetition_penalty != 1.0,
+                self.presence_penalty,
+                self.frequency_penalty,
+                self.min_tokens,
+                self.logit_bias,
+                self.bad_words,
+                self.logits_processors,
+                self.json_schema is not None,
+                self.regex is not None,
+            )
+        )
+
+    @property
     def num_sequences(self) -> int:
         """Sequences that a request of these parameters runs at once."""
         return self.beam.num_beams if self.beam is not None else self.n

@@ -11,7 +11,6 @@ from preempt_harness.checks.drafts import DRAFTING, DraftLedger
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.trace import Trace
 from preempt_harness.record import Header
-from preempt_harness.workload import SamplingSpec
 
 
 def drafts_for_itself(header: Header) -> bool:
@@ -35,7 +34,7 @@ def check_own_drafts(trace: Trace) -> CheckResult:
         ledger.take(event)
     for wrong in ledger.wrong:
         spec = trace.specs.get(request_of(wrong.seq))
-        if spec is None or not _plain(spec.sampling):
+        if spec is None or spec.sampling.changes_logits:
             continue
         listing.report(
             Code.WORK_DRAFTS,
@@ -49,20 +48,3 @@ def check_own_drafts(trace: Trace) -> CheckResult:
         )
     listing.count("drafts judged", ledger.totals["num_accepted_tokens"] + len(ledger.wrong))
     return listing.result("work", "own drafts")
-
-
-def _plain(sampling: SamplingSpec) -> bool:
-    """Nothing but temperature, filters and noise chooses the tokens."""
-    changed = (
-        sampling.repetition_penalty != 1.0,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-        sampling.logit_bias,
-        sampling.bad_words,
-        sampling.logits_processors,
-        sampling.min_tokens,
-        sampling.json_schema is not None,
-        sampling.regex is not None,
-        sampling.beam is not None,
-    )
-    return not any(changed)

@@ -5,13 +5,17 @@ The ladder of evidence:
     (b) near tie: at the first difference the baseline's two best tokens lie within `gap`;
     (c) regret: an unpreempted reference, forced along the whole preempted output, never loses more
         than `regret` by its tokens, so that a bug cannot hide behind a tie.
-A difference is harmless (BENIGN) with (b) and (c) together. Sampled outputs, and all outputs of a
-batch-invariant engine, have tier (a) only. Aborted requests compare by prefix.
+A difference is harmless (BENIGN) with (b) and (c) together. Outputs of a batch-invariant engine
+have tier (a) only. So have those of other engines whose tokens are not simply the most likely ones,
+since no score tells how near another choice was; and where the engine's float noise is large enough
+to change choices (bfloat16), they are INCOMPARABLE once they differ: no finding, but not observable
+either.
+Aborted requests compare by prefix.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from preempt_harness.checks.delivery import was_aborted
@@ -19,6 +23,9 @@ from preempt_harness.checks.finding import CheckResult, Code, Listing
 from preempt_harness.checks.tables import first_difference
 from preempt_harness.checks.trace import Trace
 from preempt_harness.record import Aborted, Score, SequenceOutput, TrialRecord
+
+SMALL_NOISE = 1e-3
+"""Log probability. Noise below it, as of float32, hardly ever changes a sampled token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +44,12 @@ class Tolerance:
 
 
 class TokenVerdict(StrEnum):
-    """Of one sequence."""
+    """Of one sequence. INCOMPARABLE: it differs, and nothing could tell noise from a bug."""
 
     EQUAL = "EQUAL"
     BENIGN = "BENIGN"
     DIVERGED = "DIVERGED"
+    INCOMPARABLE = "INCOMPARABLE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +114,7 @@ def _compare_all(trace: Trace, aborted: set[str], tolerance: Tolerance | None) -
             or bool(result.error)
             or not (result.finished and reference.finished)
         )
-        exact_only = record.header.batch_invariant or specs[request].sampling.temperature > 0
+        sampling = specs[request].sampling
         for branch, (output, other) in enumerate(
             zip(result.outputs, reference.outputs, strict=False)
         ):
@@ -115,7 +123,7 @@ def _compare_all(trace: Trace, aborted: set[str], tolerance: Tolerance | None) -
                 output=output,
                 baseline=other,
                 by_prefix=by_prefix or _fills_the_pool(trace, request, output),
-                exact_only=exact_only,
+                is_ranked=branch == 0 and sampling.temperature == 0 and not sampling.changes_logits,
                 batch_invariant=record.header.batch_invariant,
                 gaps=baseline.logits_top2.get(request, []) if branch == 0 else [],
                 scores=record.scores.get(request, []) if branch == 0 else [],
@@ -142,6 +150,8 @@ def check_tokens(trace: Trace, tolerance: Tolerance | None = None) -> CheckResul
     aborted = {event.request for event in trace.of(Aborted)}
     for comparison in _compare_all(trace, aborted, tolerance):
         listing.count(f"sequences {comparison.verdict}")
+        if comparison.verdict is TokenVerdict.INCOMPARABLE:
+            reason = reason or f"{comparison.sequence}: {comparison.reason}"
         if comparison.code is None:
             continue
         request = comparison.sequence.rpartition(".")[0]
@@ -151,7 +161,7 @@ def check_tokens(trace: Trace, tolerance: Tolerance | None = None) -> CheckResul
         listing.report(
             comparison.code, None, comparison.reason, seq=comparison.sequence, position=position
         )
-    return listing.result("tokens")
+    return replace(listing.result("tokens"), not_observable=None if listing.findings else reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +170,7 @@ class _Evidence:
     output: SequenceOutput
     baseline: SequenceOutput
     by_prefix: bool
-    exact_only: bool
+    is_ranked: bool
     batch_invariant: bool
     gaps: list[float]
     scores: list[Score]
@@ -182,14 +192,22 @@ def _compare(evidence: _Evidence) -> Comparison:
         )
         return _diverged(evidence, Code.TOK_LENGTH, index, reason)
     where = f"at output index {index} the token is {mine[index]}, unpreempted it is {other[index]}"
-    if evidence.exact_only:
-        why = (
-            "the engine claims batch invariance, so that only equal tokens will do"
-            if evidence.batch_invariant
-            else "sampled outputs can only be compared exactly"
-        )
+    if evidence.batch_invariant:
+        why = "the engine claims batch invariance, so that only equal tokens will do"
         return _diverged(evidence, Code.TOK_DIVERGED, index, f"{where}; {why}")
-    return _judge_tie(evidence, index, where)
+    if evidence.is_ranked:
+        return _judge_tie(evidence, index, where)
+    tolerance = evidence.tolerance
+    if tolerance is None or tolerance.gap <= SMALL_NOISE:
+        why = "its tokens are not the most likely ones, and can only be compared exactly"
+        return _diverged(evidence, Code.TOK_DIVERGED, index, f"{where}; {why}")
+    return Comparison(
+        sequence=evidence.sequence,
+        verdict=TokenVerdict.INCOMPARABLE,
+        index=index,
+        reason=f"{where}; its tokens are not the most likely ones, and the engine's float noise "
+        f"of up to {tolerance.gap:.3g} may change any choice ({tolerance.origin})",
+    )
 
 
 def _judge_tie(evidence: _Evidence, index: int, where: str) -> Comparison:

@@ -148,12 +148,35 @@ def test_batch_invariant_engines_are_held_to_equal_tokens() -> None:
     assert "batch invariance" in found.message
 
 
-def test_sampled_outputs_are_held_to_equal_tokens() -> None:
+CHOSEN_OTHERWISE = pytest.mark.parametrize(
+    ("parameter", "value"),
+    [("temperature", 1.0), ("frequency_penalty", 0.5), ("logit_bias", [[3, 2.0]])],
+)
+
+
+@CHOSEN_OTHERWISE
+@pytest.mark.parametrize("tolerance", [None, Tolerance(gap=5e-5, regret=5e-5, origin="float32")])
+def test_tokens_that_are_not_the_most_likely_are_held_to_equality(
+    parameter: str, value: object, tolerance: Tolerance | None
+) -> None:
     record = make_record()
-    record.header.workload["requests"][0]["sampling"]["temperature"] = 1.0
+    record.header.workload["requests"][0]["sampling"][parameter] = value
     change_token(record)
     score(record, gap=0.001, worst=0.001)
-    assert finding(record).code == Code.TOK_DIVERGED
+    assert finding(record, tolerance).code == Code.TOK_DIVERGED
+
+
+@CHOSEN_OTHERWISE
+def test_where_noise_may_change_them_they_cannot_be_compared(parameter: str, value: object) -> None:
+    """bfloat16, say. It is no finding, and no pass."""
+    record = make_record()
+    record.header.workload["requests"][0]["sampling"][parameter] = value
+    wide = CheckOptions(tolerance=Tolerance(gap=0.25, regret=0.25, origin="bfloat16"))
+    assert run_checks(record, ["tokens"], wide).not_observable == {}
+    change_token(record)
+    report = run_checks(record, ["tokens"], wide)
+    assert report.findings == ()
+    assert "float noise of up to 0.25 may change any choice" in report.not_observable["tokens"]
 
 
 def test_shorter_output_is_found() -> None:
