@@ -52,6 +52,10 @@ class PriorityChanged(Event, frozen=True):
     priority: int
 
 
+class CacheReset(Event, frozen=True):
+    """Cached content was to be forgotten, and the engine did not decline."""
+
+
 class Scheduled(Event, frozen=True):
     """The scheduler decided that the step computes positions [start, end) of a sequence."""
 
@@ -291,6 +295,7 @@ class PlanMissed(Event, frozen=True):
 AnyEvent = (
     Arrived
     | PriorityChanged
+    | CacheReset
     | Scheduled
     | BlocksAllocated
     | BlocksFreed

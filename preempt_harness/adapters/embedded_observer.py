@@ -27,6 +27,7 @@ class RecordingObserver(EngineObserver):
     event_names = (
         "Arrived",
         "PriorityChanged",
+        "CacheReset",
         "Scheduled",
         "BlocksAllocated",
         "BlocksFreed",
@@ -112,6 +113,10 @@ class RecordingObserver(EngineObserver):
 
     def priority_changed(self, step_id: int, request_id: str, priority: int) -> None:
         self._add(record.PriorityChanged(step=step_id, request=request_id, priority=priority))
+
+    def cache_reset(self, step_id: int) -> None:
+        """Not the engine's to tell: it was asked to forget."""
+        self._add(record.CacheReset(step=step_id))
 
     def scheduled(self, step_id: int, key: SequenceKey, start: int, end: int) -> None:
         self._add(record.Scheduled(step_id, self._names[key], start, end))

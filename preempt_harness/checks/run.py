@@ -13,6 +13,7 @@ from preempt_harness.admission import Simulation
 from preempt_harness.checks import (
     _accounting_counters,
     _accounting_pool,
+    _accounting_reset,
     _accounting_schedule,
     _accounting_worker,
     _work_drafts,
@@ -27,7 +28,7 @@ from preempt_harness.checks import (
 from preempt_harness.checks.finding import CheckResult, Finding, why_not_observed
 from preempt_harness.checks.tokens import Tolerance
 from preempt_harness.checks.trace import Trace
-from preempt_harness.record import TrialRecord
+from preempt_harness.record import CacheReset, TrialRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,6 +262,14 @@ PARTS = (
         part="bytes",
         needs=frozenset({"BlocksAllocated", "BlocksFreed", "Scheduled", "StepDone", "StepSent"}),
         judge=_plain(work.check_bytes),
+    ),
+    Part(
+        check="accounting",
+        part="resets",
+        needs=frozenset({"BlocksAllocated", "Computed"}),
+        judge=lambda trace, options: (
+            (_accounting_reset.check_resets(trace),) if trace.has(CacheReset) else ()
+        ),
     ),
     Part(
         check="work",

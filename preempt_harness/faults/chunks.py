@@ -114,7 +114,7 @@ FAULTS = (
                 f"{_SCHEDULER}.advance",
                 "sequence.set_computed(item.end)",
                 "sequence.set_computed(0 if request.num_preemptions"
-                " and item.end < request.num_prefill_tokens and reached() else item.end)",
+                " and item.end < sequence.num_tokens and reached() else item.end)",
             ),
         ),
     ),

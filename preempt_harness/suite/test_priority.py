@@ -30,6 +30,23 @@ def test_an_urgent_arrival_preempts_the_least_urgent(preempt: PreemptHarness) ->
     result.assert_clean()
 
 
+@pytest.mark.preempt_requires("preempt", "stepped")
+def test_nobody_is_evicted_for_one_who_does_not_fit_all_the_same(preempt: PreemptHarness) -> None:
+    """The urgent arrival needs more than the one calm request could give up."""
+    block = block_size(preempt)
+    workload = together(
+        urgent(request(preempt, "older", 4 * block, 5 * block), 0),
+        urgent(request(preempt, "calm", 2 * block, 5 * block), 9),
+        urgent(request(preempt, "urgent", 7 * block, 2 * block, arrival_step=4), 1),
+    )
+    result = preempt.run(
+        workload, 12, plan="preempt:calm@out=1", block_size=block, scheduling_policy="priority"
+    )
+    result.assert_preempted(request="calm")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
 def test_equal_priorities_keep_arrival_order(preempt: PreemptHarness) -> None:
     block = block_size(preempt)
     workload = together(

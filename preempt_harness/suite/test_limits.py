@@ -1,0 +1,54 @@
+"""Limits of admission and length, met by requests that are preempted."""
+
+from __future__ import annotations
+
+import pytest
+
+from preempt_harness.harness import PreemptHarness
+from preempt_harness.suite.shapes import block_size, companions, request, together
+
+
+@pytest.mark.preempt_requires("watermark")
+@pytest.mark.parametrize("watermark", [0.1, 0.3])
+def test_newcomers_leave_the_watermark_free(preempt: PreemptHarness, watermark: float) -> None:
+    block = block_size(preempt)
+    workload = together(
+        [
+            request(preempt, f"r{index}", 2 * block + index, 5 * block, arrival_step=2 * index)
+            for index in range(5)
+        ]
+    )
+    result = preempt.run(workload, 16, block_size=block, watermark=watermark)
+    result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("watermark", "preempt", "stepped")
+def test_who_is_alone_may_use_the_watermark(preempt: PreemptHarness) -> None:
+    """The request fills the pool; were blocks kept for nobody, it would wait for ever."""
+    block = block_size(preempt)
+    workload = together(request(preempt, "victim", 8 * block, block))
+    result = preempt.run(workload, 9, plan="preempt:victim@out=1", block_size=block, watermark=0.3)
+    result.assert_preempted(request="victim")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("max_model_len", "preempt", "stepped")
+@pytest.mark.parametrize("before", [1, 2])
+def test_preempted_shortly_before_the_models_length(preempt: PreemptHarness, before: int) -> None:
+    block = block_size(preempt)
+    limit = 4 * block
+    workload = together(
+        request(preempt, "victim", 2 * block, 4 * block), companions(preempt, block, count=1)
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt:victim@out={2 * block - before}",
+        block_size=block,
+        max_model_len=limit,
+    )
+    result.assert_preempted(request="victim")
+    result.assert_matches_baseline()
+    result.assert_clean()

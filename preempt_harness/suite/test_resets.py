@@ -1,0 +1,38 @@
+"""The prefix cache is reset while a preempted request waits: nothing old is found afterwards."""
+
+from __future__ import annotations
+
+import pytest
+
+from preempt_harness.harness import PreemptHarness
+from preempt_harness.suite.shapes import block_size, request
+from preempt_harness.workload import Operation, Workload
+
+pytestmark = pytest.mark.preempt_requires("prefix_caching", "preempt", "stepped", "hold_blocks")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(
+            "reset_prefix_cache", marks=pytest.mark.preempt_requires("reset_prefix_cache")
+        ),
+        pytest.param(
+            "reset_running_requests", marks=pytest.mark.preempt_requires("reset_running_requests")
+        ),
+    ],
+)
+def test_reset_while_a_preempted_request_waits(preempt: PreemptHarness, kind: str) -> None:
+    block = block_size(preempt)
+    prompt = preempt.prompts.take(4 * block)
+    workload = Workload(
+        requests=[
+            request(preempt, "victim", prompt, 4 * block),
+            request(preempt, "sharer", [*prompt, prompt[0]], 2 * block, arrival_step=12),
+        ],
+        operations=[Operation(kind=kind, step=8)],
+    )
+    result = preempt.run(workload, plan="preempt:victim@step=6/squeeze:all@6..10", block_size=block)
+    result.assert_preempted(request="victim")
+    result.assert_matches_baseline()
+    result.assert_clean()
