@@ -64,6 +64,7 @@ class _Preemptions:
         self._away: dict[str, int] = {}
         self._swapped: set[str] = set()
         self._branched: set[str] = set()
+        self._swapped_in: dict[str, int] = {}  # request -> step in which its content came back
         self._num_tokens: Counter[str] = Counter()
         self._computed: dict[str, set[int]] = {}
         self._continued: set[str] = set()  # got a token since it was scheduled
@@ -83,7 +84,8 @@ class _Preemptions:
             self._judge_away(event.step)
             self._computed.update(self._in_flight.pop(event.step, {}))
         elif isinstance(event, BlocksAllocated):
-            if event.seq not in self._tables.leases:
+            returns = self._swapped_in.get(request_of(event.seq)) == event.step
+            if event.seq not in self._tables.leases and not returns:
                 self._computed[event.seq] = {event.num_cached * self._block_size}
             self._tables.allocate(event)
         elif isinstance(event, BlocksFreed):
@@ -102,7 +104,9 @@ class _Preemptions:
             self._preempt(event)
         elif isinstance(event, Resumed | Finished | Aborted):
             self._away.pop(event.request, None)
-            self._swapped.discard(event.request)
+            if event.request in self._swapped:
+                self._swapped.discard(event.request)
+                self._swapped_in[event.request] = event.step
 
     def _schedule(self, rows: ScheduledRows) -> None:
         requests = self._requests[rows.seqs]
