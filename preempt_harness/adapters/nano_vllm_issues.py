@@ -18,6 +18,8 @@ _TWICE = (
     "test_a_pool_in_which_each_fits_only_alone",
     "test_mixture[2]",
     "test_mixture[3]",
+    "test_mixture[12]",
+    "test_mixture[15]",
     "test_tight_pool[whole-*",
     "test_block_size[8]",
     "test_block_size[16]",

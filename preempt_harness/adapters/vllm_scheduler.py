@@ -7,17 +7,12 @@ queue in which one step is scheduled before the previous one's output is known.
 
 from __future__ import annotations
 
-import json
 import platform
 import random
-import tempfile
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from preempt_engine.exact import ReferenceSequence
@@ -25,19 +20,24 @@ from preempt_harness import record
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.protocol import EngineSettings, KnownIssue, SessionInfo
 from preempt_harness.adapters.scheduler_loop import (
-    END_TOKEN_ID,
     VOCAB_SIZE,
     ExactWorkers,
     Log,
     Sink,
 )
+from preempt_harness.adapters.vllm_engine import (
+    TESTED,
+    block_hasher,
+    make_config,
+    make_request,
+    make_scheduler,
+    vllm,
+)
 from preempt_harness.adapters.vllm_runner import Launched, ModelRunner
 from preempt_harness.admission import AdmissionModel
-from preempt_harness.errors import HarnessError
 from preempt_harness.record import AnyEvent, RequestResult, Score
 from preempt_harness.workload import RequestSpec
 
-TESTED = ("0.33.0",)
 _OPTIONS = frozenset({"async_scheduling", "num_speculative_tokens", "draft_accuracy"})
 _OBSERVED = (
     "Arrived",
@@ -55,10 +55,6 @@ _OBSERVED = (
     "Computed",
     "TokensDelivered",
 )
-
-
-class VllmVersionError(HarnessError):
-    """The installed vLLM is not one whose scheduler this adapter can drive."""
 
 
 class VllmSchedulerAdapter:
@@ -167,12 +163,12 @@ class VllmSession:
         # No request may outgrow the pool; its last token is never computed, and needs no slot.
         room = (settings.num_blocks - 1) * settings.block_size + 1
         self._max_model_len = min(settings.max_model_len or room, room)
-        self._config = _config(settings, self._max_model_len, options)
+        self._config = make_config(settings, self._max_model_len, options)
         self._queue_size = self._config.max_concurrent_batches
-        self._scheduler: Any = _scheduler(self._config, settings)
+        self._scheduler: Any = make_scheduler(self._config, settings)
         self._kv: Any = self._scheduler.kv_cache_manager
         self._pool: Any = self._kv.block_pool
-        self._hasher = _block_hasher(settings.block_size)
+        self._hasher = block_hasher(settings.block_size)
         drafter = _Drafter(settings.seed, num_drafts, options.get("draft_accuracy", 0.6))
         self._runner = ModelRunner(settings.block_size, num_drafts, drafter.propose)
         self._workers = ExactWorkers(settings.num_blocks, settings.block_size)
@@ -220,7 +216,7 @@ class VllmSession:
             )
             self._log.finished(request.id, "error")
             return
-        made = _request(request, len(self._requests), self._hasher)
+        made = make_request(request, len(self._requests), self._hasher)
         self._requests[request.id] = made
         self._scheduler.add_request(made)
 
@@ -229,7 +225,7 @@ class VllmSession:
         track = self._log.tracks.get(request)
         if track is None or track.finish_reason:
             return
-        status = _vllm().RequestStatus.FINISHED_ABORTED
+        status = vllm().RequestStatus.FINISHED_ABORTED
         self._log.aborted(request)
         self._scheduler.finish_requests(request, status)
 
@@ -331,9 +327,9 @@ class VllmSession:
         """Schedule a step and compute it; what it gave stays in the queue."""
         step, log = self._log.step, self._log
         if not self._admits:
-            self._scheduler.set_pause_state(_vllm().PauseState.PAUSED_NEW)
+            self._scheduler.set_pause_state(vllm().PauseState.PAUSED_NEW)
         output = self._scheduler.schedule()
-        self._scheduler.set_pause_state(_vllm().PauseState.UNPAUSED)
+        self._scheduler.set_pause_state(vllm().PauseState.UNPAUSED)
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -365,7 +361,7 @@ class VllmSession:
         names = list(launched.sampled)
         outputs = self._scheduler.update_from_output(
             launched.output,
-            _vllm().ModelRunnerOutput(
+            vllm().ModelRunnerOutput(
                 req_ids=names,
                 req_id_to_index={name: index for index, name in enumerate(names)},
                 sampled_token_ids=[launched.sampled[name] for name in names],
@@ -387,7 +383,7 @@ class VllmSession:
         log.step = now
         if self._drafts_wait and launched.rows:
             drafts = self._runner.drafts(launched)
-            made = _vllm().DraftTokenIds(list(drafts), list(drafts.values()))
+            made = vllm().DraftTokenIds(list(drafts), list(drafts.values()))
             self._scheduler.update_draft_token_ids(made)
 
     # Watching -----------------------------------------------------------------------------------
@@ -483,169 +479,3 @@ class _Drafter:
 def _wrap(owner: Any, name: str, listener: Callable[..., Any]) -> None:
     original = getattr(owner, name)
     setattr(owner, name, lambda *rest, **named: listener(original, *rest, **named))
-
-
-# vLLM -------------------------------------------------------------------------------------------
-
-
-class _Names:
-    """What is used of vLLM; imported together, once, because it takes seconds."""
-
-    def __init__(self) -> None:
-        import torch
-        from vllm import SamplingParams, config
-        from vllm.utils.hashing import sha256
-        from vllm.v1 import kv_cache_interface, outputs, request
-        from vllm.v1.core import kv_cache_utils
-        from vllm.v1.core.sched.interface import PauseState
-        from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-        from vllm.v1.structured_output import StructuredOutputManager
-
-        lacking = [
-            f"{owner.__name__}.{name}"
-            for owner, name in (
-                (NewRequestData, "prefill_token_ids"),
-                (SchedulerOutput, "preempted_req_ids"),
-            )
-            if name not in owner.__dataclass_fields__
-        ]
-        if lacking:
-            raise VllmVersionError(
-                f"vLLM {version('vllm')} has no {', '.join(lacking)}.",
-                f"This adapter drives schedulers of model runner V2; tested: {', '.join(TESTED)}.",
-            )
-        self.torch: Any = torch
-        self.config: Any = config
-        self.sha256: Any = sha256
-        self.kv_cache_interface: Any = kv_cache_interface
-        self.kv_cache_utils: Any = kv_cache_utils
-        self.SamplingParams: Any = SamplingParams
-        self.PauseState: Any = PauseState
-        self.ModelRunnerOutput: Any = outputs.ModelRunnerOutput
-        self.DraftTokenIds: Any = outputs.DraftTokenIds
-        self.Request: Any = request.Request
-        self.RequestStatus: Any = request.RequestStatus
-        self.StructuredOutputManager: Any = StructuredOutputManager
-        kv_cache_utils.init_none_hash(sha256)
-
-
-@lru_cache(maxsize=1)
-def _vllm() -> _Names:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what libraries deprecate is not the user's to mend
-        return _Names()
-
-
-@lru_cache(maxsize=1)
-def _model_folder() -> tempfile.TemporaryDirectory[str]:
-    """A configuration of the smallest Llama; the scheduler reads lengths of it, nothing else."""
-    folder = tempfile.TemporaryDirectory(prefix="preempt-harness-vllm-")
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 1,
-        "vocab_size": VOCAB_SIZE,
-        "max_position_embeddings": 1 << 20,
-        "bos_token_id": 1,
-        "eos_token_id": END_TOKEN_ID,
-    }
-    (Path(folder.name) / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def _config(settings: EngineSettings, max_model_len: int, options: dict[str, Any]) -> Any:
-    """The engine's own configuration objects."""
-    config = _vllm().config
-    model = config.ModelConfig(
-        model=_model_folder().name,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=max_model_len,
-        seed=settings.seed,
-    )
-    cache = config.CacheConfig(
-        block_size=settings.block_size, enable_prefix_caching=settings.enable_prefix_caching
-    )
-    cache.num_gpu_blocks = settings.num_blocks
-    scheduler = config.SchedulerConfig(
-        max_num_seqs=min(settings.max_num_seqs, settings.max_num_batched_tokens),
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        is_encoder_decoder=False,
-        enable_chunked_prefill=True,
-        policy=settings.scheduling_policy,
-        watermark=settings.watermark,
-        async_scheduling=options["async_scheduling"],
-    )
-    parallel = config.ParallelConfig()
-    speculative = None
-    if options.get("num_speculative_tokens", 0):
-        speculative = config.SpeculativeConfig(
-            method="ngram",
-            num_speculative_tokens=options["num_speculative_tokens"],
-            prompt_lookup_min=1,
-            prompt_lookup_max=3,
-            target_model_config=model,
-            target_parallel_config=parallel,
-        )
-    return config.VllmConfig(
-        model_config=model,
-        cache_config=cache,
-        scheduler_config=scheduler,
-        parallel_config=parallel,
-        speculative_config=speculative,
-        device_config=config.DeviceConfig("cpu"),
-    )
-
-
-def _scheduler(config: Any, settings: EngineSettings) -> Any:
-    """The scheduler class that the configuration asks for, over a pool of so many blocks."""
-    names = _vllm()
-    interface = names.kv_cache_interface
-    spec = interface.FullAttentionSpec(
-        block_size=settings.block_size, num_kv_heads=1, head_size=1, dtype=names.torch.float32
-    )
-    scheduler = config.scheduler_config.get_scheduler_cls()(
-        vllm_config=config,
-        kv_cache_config=interface.KVCacheConfig(
-            num_blocks=settings.num_blocks,
-            kv_cache_tensors=[],
-            kv_cache_groups=[interface.KVCacheGroupSpec(["layer"], spec)],
-        ),
-        structured_output_manager=names.StructuredOutputManager(config),
-        block_size=settings.block_size,
-    )
-    if not scheduler.use_v2_model_runner:
-        raise VllmVersionError(
-            "vLLM chose its model runner V1, which this adapter does not stand in for.",
-            "Unset VLLM_USE_V2_MODEL_RUNNER, or set it to 1.",
-        )
-    return scheduler
-
-
-def _block_hasher(block_size: int) -> Any:
-    return _vllm().kv_cache_utils.get_request_block_hasher(block_size, _vllm().sha256)
-
-
-def _request(spec: RequestSpec, arrival: int, hasher: Any) -> Any:
-    """The engine's request, as its front end makes it."""
-    params = _vllm().SamplingParams(
-        temperature=0.0,
-        max_tokens=spec.sampling.max_tokens,
-        ignore_eos=spec.sampling.ignore_eos,
-        stop_token_ids=list(spec.sampling.stop_token_ids),
-    )
-    params.update_from_generation_config({}, END_TOKEN_ID)
-    return _vllm().Request(
-        request_id=spec.id,
-        prompt_token_ids=list(spec.prompt_token_ids),
-        sampling_params=params,
-        pooling_params=None,
-        arrival_time=float(arrival),
-        priority=spec.priority,
-        block_hasher=hasher,
-    )

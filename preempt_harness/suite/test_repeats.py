@@ -108,9 +108,8 @@ def test_every_few_steps(preempt: PreemptHarness) -> None:
     result.assert_clean()
 
 
-# A victim of 8 blocks arrives at step 2 and computes 2 blocks a step, beside three that decode. An
-# engine that admits it a step later or earlier has it in another phase.
-VICTIM_STEPS = {"prefill_first": 3, "prefill_middle": 4, "prefill_last": 6, "first_decode": 7}
+# A victim of 8 blocks arrives at step 3 and computes 2 blocks a step, beside three that decode.
+VICTIM_STEPS = {"prefill_first": 4, "prefill_middle": 5, "prefill_last": 6, "first_decode": 7}
 
 
 @CACHE
@@ -121,7 +120,7 @@ def test_two_of_several_at_once(preempt: PreemptHarness, phase: str, prefix_cach
     step = VICTIM_STEPS[phase]
     workload = together(
         companions(preempt, block, count=3),
-        request(preempt, "victim", 8 * block, 2 * block, arrival_step=2),
+        request(preempt, "victim", 8 * block, 2 * block, arrival_step=3),
     )
     result = preempt.run(
         workload,
@@ -130,8 +129,8 @@ def test_two_of_several_at_once(preempt: PreemptHarness, phase: str, prefix_cach
         max_num_batched_tokens=2 * block + 3,
         enable_prefix_caching=prefix_caching,
     )
-    result.assert_preempted(request="victim")
-    result.assert_preempted(request="c1")
+    result.assert_preempted(request="victim", phase=phase)
+    result.assert_preempted(request="c1", phase="decode")
     result.assert_matches_baseline()
     result.assert_clean()
 

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 
 from preempt_harness.checks import Code, Finding, run_checks
 from preempt_harness.record import (
+    Arrived,
+    BlocksAllocated,
     BlocksFreed,
     Computed,
     Counters,
@@ -21,6 +23,8 @@ from preempt_harness.record import (
     Preempted,
     Resumed,
     Scheduled,
+    StepDone,
+    TokensDelivered,
     TrialRecord,
     WorkerCopied,
 )
@@ -308,6 +312,25 @@ def test_victim_that_is_scheduled_in_its_step_is_found(record: TrialRecord) -> N
             item for item in accounting(planted) if item.code == Code.ACC_PREEMPTED_SCHEDULED
         )
         assert (finding.step, finding.request) == (event.step, event.request)
+
+
+def test_a_victim_may_have_kept_some_of_its_drafts() -> None:
+    """Positions [6, 10) were scheduled with 7 tokens known: 7 to 10 are computed, by what came."""
+    for count, expected in ((6, True), (7, False), (8, False), (10, False), (11, True)):
+        record = run_fake(make_workload([6], max_tokens=12), num_blocks=20)
+        record.events = [
+            Arrived(0, "r0", [1] * 6, 12),
+            BlocksAllocated(0, "r0.0", [0, 1, 2]),
+            Scheduled(0, "r0.0", 0, 6),
+            StepDone(0),
+            TokensDelivered(0, "r0.0", [9]),
+            Scheduled(1, "r0.0", 6, 10),
+            StepDone(1),
+            Preempted(2, "r0", "recompute", "decode", "forced", count, 7),
+            BlocksFreed(2, "r0.0", [2, 1, 0]),
+        ]
+        found = [item.code for item in accounting(record)]
+        assert (Code.ACC_PREEMPTED_COUNT in found) == expected, count
 
 
 @pytest.mark.parametrize("name", ["num_computed_tokens", "num_tokens"])

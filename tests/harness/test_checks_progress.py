@@ -13,6 +13,7 @@ from preempt_harness.record import (
     EngineError,
     PlanApplied,
     PoolCounts,
+    Preempted,
     RequestResult,
     Resumed,
     SequenceOutput,
@@ -67,6 +68,27 @@ def test_standing_still_while_blocks_are_held_is_exempt() -> None:
     assert set(codes(record)) == {Code.PROG_UNFINISHED}
 
 
+def test_a_block_that_is_the_engines_own_excuses_nothing() -> None:
+    record = livelocked()
+    record.events = [
+        replace(event, held=1) if isinstance(event, PoolCounts) else event
+        for event in record.events
+    ]
+    record.header = replace(record.header, config={**record.header.config, "reserved_blocks": 1})
+    assert Code.PROG_LIVELOCK in codes(record)
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_natural_preemptions_are_paid_for_where_they_stop_the_others(mixes: bool) -> None:
+    record = run_fake(make_workload([6, 9, 7], max_tokens=12), num_blocks=8)
+    count = sum(isinstance(event, Preempted) for event in record.events)
+    assert count
+    shown = ["recompute", "mixed_steps"] if mixes else ["recompute"]
+    record.header = replace(record.header, capabilities=shown)
+    expected = 0 if mixes else count
+    assert f"+ {expected} preemptions that stop the others" in step_bounds(record).formula
+
+
 def test_squeeze_without_pool_counts_is_not_observable() -> None:
     record = livelocked()
     observed = [name for name in record.header.observed if name != "PoolCounts"]
@@ -103,6 +125,13 @@ def test_re_admission_out_of_order_is_found() -> None:
     found = progress(record)
     assert [finding.code for finding in found] == [Code.PROG_ORDER, Code.PROG_ORDER]
     assert {finding.request for finding in found} == {"r0", "r1"}
+
+
+def test_who_had_come_back_before_may_queue_behind() -> None:
+    record = preempt_all("reverse_order")
+    place = next(index for index, event in enumerate(record.events) if event.step == 2)
+    record.events.insert(place, Resumed(2, "r0", num_cached_tokens=0))
+    assert [finding.request for finding in progress(record)] == ["r1"]
 
 
 def test_order_among_other_priorities_is_free() -> None:

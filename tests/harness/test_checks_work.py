@@ -106,6 +106,18 @@ def test_victim_that_makes_room_or_needs_it_itself_is_no_finding() -> None:
     assert work(eviction(newcomer_gets_blocks=False, num_tokens=9)) == []
 
 
+def test_a_victim_may_need_slots_for_its_drafts_or_for_what_is_on_its_way() -> None:
+    record = eviction(newcomer_gets_blocks=False, num_tokens=7)
+    record.header = msgspec.structs.replace(
+        record.header, config={**record.header.config, "num_speculative_tokens": 2}
+    )
+    assert work(record) == []
+    in_flight = eviction(newcomer_gets_blocks=False, num_tokens=8)
+    assert [finding.code for finding in work(in_flight)] == [Code.WORK_VAIN]
+    in_flight.events[1] = msgspec.structs.replace(in_flight.events[1], num_computed_tokens=8)
+    assert work(in_flight) == []
+
+
 @pytest.mark.parametrize("swapped", [True, False])
 def test_blocks_that_a_swap_withholds_may_be_had_in_the_next_step(swapped: bool) -> None:
     """And whoever was to get them there may be taken away by the plan."""

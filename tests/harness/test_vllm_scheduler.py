@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings
+from preempt_harness.adapters.vllm_engine import TESTED
 from preempt_harness.adapters.vllm_scheduler import (
-    TESTED,
     AsyncVllmSchedulerAdapter,
     VllmSchedulerAdapter,
 )
