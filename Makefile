@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test lint format demo demo-smollm2 smollm2 fuzz bench clean
+.PHONY: test lint format demo demo-smollm2 smollm2 fuzz mutate bench peers clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -38,9 +38,33 @@ demo: $(STAMP)
 fuzz: $(STAMP)
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -n 2 -m "not gpu"
 
+# Small changes of the scheduler and the block manager: do the tests notice? Half an hour and more.
+mutate: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt "cosmic-ray>=8.4"
+	$(BIN)/python -m benchmarks.mutation block_manager scheduler --sample 100
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.engine_cpu
 	$(BIN)/python -m benchmarks.exact_step
+	$(BIN)/python -m benchmarks.checked_step
+	$(BIN)/python -m benchmarks.import_time
+
+# Other people's engines, each in an environment of its own; see docs/adapters.
+peers: peers-nano-vllm-scheduler peers-vllm-scheduler
+
+.venv-peers-%/.installed: peers/%.sh pyproject.toml
+	$(PYTHON) -m venv .venv-peers-$*
+	sh peers/$*.sh .venv-peers-$*/bin/python
+	touch $@
+
+peers-nano-vllm-scheduler: .venv-peers-nano-vllm-scheduler/.installed
+	.venv-peers-nano-vllm-scheduler/bin/python -m pytest -q tests/harness/test_nano_vllm_scheduler.py
+	.venv-peers-nano-vllm-scheduler/bin/python -m pytest -q -p preempt_harness --pyargs preempt_harness.suite --preempt-engine nano-vllm-scheduler
+
+peers-vllm-scheduler: .venv-peers-vllm-scheduler/.installed
+	.venv-peers-vllm-scheduler/bin/python -m pytest -q tests/harness/test_vllm_scheduler.py
+	.venv-peers-vllm-scheduler/bin/python -m pytest -q -p preempt_harness --pyargs preempt_harness.suite --preempt-engine vllm-scheduler
+	.venv-peers-vllm-scheduler/bin/python -m pytest -q -p preempt_harness --pyargs preempt_harness.suite --preempt-engine vllm-scheduler-async
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers-* .pytest_cache .mypy_cache .ruff_cache .hypothesis

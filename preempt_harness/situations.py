@@ -214,8 +214,9 @@ class _Open:
         if isinstance(caching, bool):
             values["prefix_cache"] = ("on" if caching else "off",)
         values["accepted"] = self.accepted
-        if "async_scheduling" in self.header.config:
-            values["ahead"] = (str(self.header.config["async_scheduling"]),)
+        depth = str(self.header.config.get("async_scheduling", ""))
+        if depth in DIMENSIONS["ahead"]:
+            values["ahead"] = (depth,)
         if "speculative_config" in self.header.config:
             values["drafts"] = _drafts(self.header.config["speculative_config"])
         return Situation(

@@ -172,7 +172,8 @@ class _Run:
 
     def _take(self, events: Sequence[AnyEvent]) -> None:
         self.events += events
-        self._views.apply(events)
+        if not self._plan_runner.is_over:
+            self._views.apply(events)
 
     def _operate(self, operation: Operation) -> None:
         if operation.kind == "abort":
@@ -252,6 +253,8 @@ def _check_capabilities(trial: Trial, plan: PreemptionPlan, adapter: EngineAdapt
         needed.add(protocol.RESET_PREFIX_CACHE)
     if "reset_running_requests" in kinds:
         needed.add(protocol.RESET_RUNNING_REQUESTS)
+    if "set_priority" in kinds:
+        needed.add(protocol.SET_PRIORITY)
     needed |= _engine_features(trial)
     lacking = sorted(needed - adapter.capabilities)
     if lacking:
@@ -268,6 +271,11 @@ def _engine_features(trial: Trial) -> set[str]:
     asked = {
         protocol.PRIORITY: settings.scheduling_policy != "fcfs",
         protocol.QUEUE_LIMIT: settings.max_waiting_requests is not None,
+        protocol.SAMPLING: any(spec.temperature > 0 for spec in specs),
+        protocol.LOGPROBS: any(spec.logprobs is not None for spec in specs),
+        protocol.STOP_STRINGS: any(spec.stop for spec in specs),
+        protocol.STOP_TOKENS: any(spec.stop_token_ids for spec in specs),
+        protocol.MIN_TOKENS: any(spec.min_tokens for spec in specs),
         protocol.PARALLEL_SAMPLING: any(spec.n > 1 for spec in specs),
         protocol.BEAM_SEARCH: any(spec.beam is not None for spec in specs),
         protocol.PROMPT_LOGPROBS: any(spec.prompt_logprobs is not None for spec in specs),

@@ -10,6 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import msgspec
+
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.embedded_pool import EnginePool
 from preempt_harness.adapters.protocol import EngineSettings, KnownIssue, SessionInfo
@@ -80,6 +82,13 @@ class EmbeddedAdapter:
             return None
         return _tokenizer(_model_path(settings)).encode(text)
 
+    def branch_sampling(self, sampling: SamplingSpec, branch: int) -> SamplingSpec | None:
+        """A branch has a seed of its own, derived from the request's."""
+        from preempt_engine.sampling.noise import branch_seed
+
+        seed = None if sampling.seed is None else branch_seed(sampling.seed, branch)
+        return msgspec.structs.replace(sampling, n=1, seed=seed)
+
     def missing(self) -> str | None:
         """The exact model needs nothing more; torch is asked for when a checkpoint is opened."""
         return None
@@ -126,7 +135,11 @@ class EmbeddedSession:
         self._outputs: dict[str, RequestOutput] = {}
         self._unfinished: set[str] = set()
         self.info = SessionInfo(
-            config={**config, **_placement(self.llm)},
+            config={
+                **config,
+                **_placement(self.llm),
+                "num_speculative_tokens": self.llm.config.num_speculative_tokens,
+            },
             block_size=self.llm.config.block_size,
             num_blocks=self.llm.num_kv_blocks,
             vocab_size=self.llm.vocab_size,

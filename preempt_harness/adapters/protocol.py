@@ -15,7 +15,7 @@ import msgspec
 
 from preempt_harness.admission import AdmissionModel
 from preempt_harness.record import AnyEvent, RequestResult, Score
-from preempt_harness.workload import RequestSpec
+from preempt_harness.workload import RequestSpec, SamplingSpec
 
 # What a session can be asked for.
 STEPPED = "stepped"  # one poll is one step, and nothing happens between polls
@@ -30,9 +30,12 @@ RECOMPUTE = "recompute"  # preempts by recompute
 SWAP = "swap"  # preempts by swap
 PREFIX_CACHING = "prefix_caching"
 CHUNKED_PREFILL = "chunked_prefill"
+MIXED_STEPS = "mixed_steps"  # a step decodes and prefills, each request as far as the budget goes
 SAMPLING = "sampling"  # temperature, top-k, top-p, seed
 LOGPROBS = "logprobs"
 STOP_STRINGS = "stop_strings"
+STOP_TOKENS = "stop_tokens"
+MIN_TOKENS = "min_tokens"
 TEXT = "text"
 BLOCK_SIZE = "block_size"  # any block size; otherwise `block_sizes` of the adapter
 BLOCK_REUSE_ORDER = "block_reuse_order"
@@ -42,7 +45,8 @@ MAX_MODEL_LEN = "max_model_len"
 STATE_CHECK = "state_check"  # option debug_worker_state: workers compare with the scheduler
 POISON = "poison"
 TENSOR_PARALLEL = "tensor_parallel"
-PRIORITY = "priority"  # `scheduling_policy`, and `set_priority`
+PRIORITY = "priority"  # `scheduling_policy`
+SET_PRIORITY = "set_priority"  # of an unfinished request
 PARALLEL_SAMPLING = "parallel_sampling"  # several outputs of one prompt: `n`
 BEAM_SEARCH = "beam_search"
 QUEUE_LIMIT = "queue_limit"
@@ -69,9 +73,12 @@ CAPABILITIES = frozenset(
         SWAP,
         PREFIX_CACHING,
         CHUNKED_PREFILL,
+        MIXED_STEPS,
         SAMPLING,
         LOGPROBS,
         STOP_STRINGS,
+        STOP_TOKENS,
+        MIN_TOKENS,
         TEXT,
         BLOCK_SIZE,
         BLOCK_REUSE_ORDER,
@@ -82,6 +89,7 @@ CAPABILITIES = frozenset(
         STATE_CHECK,
         TENSOR_PARALLEL,
         PRIORITY,
+        SET_PRIORITY,
         PARALLEL_SAMPLING,
         BEAM_SEARCH,
         QUEUE_LIMIT,
@@ -220,7 +228,7 @@ class Session(Protocol):
         ...
 
     def set_priority(self, request: str, priority: int) -> None:
-        """Give an unfinished request another priority; needs `PRIORITY`."""
+        """Give an unfinished request another priority; needs `SET_PRIORITY`."""
         ...
 
     def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> list[Score]:
@@ -312,5 +320,25 @@ class EngineAdapter(Protocol):
 
         Raises:
             ImportError, or the engine's own errors, for settings it cannot honour.
+        """
+        ...
+
+
+@runtime_checkable
+class DerivesBranches(Protocol):
+    """An adapter whose engine gives each branch of a request what a request of its own would get.
+
+    Optional, for baselines of kind "solo".
+    """
+
+    def branch_sampling(self, sampling: SamplingSpec, branch: int) -> SamplingSpec | None:
+        """Parameters with which a request of one output gives the output of one branch.
+
+        Args:
+            sampling: parameters with `n` above 1, and a seed unless they are greedy.
+            branch: index of the branch.
+
+        Returns:
+            The parameters, or None where the engine has no such rule.
         """
         ...

@@ -17,6 +17,9 @@ DEFAULT_ADAPTER = "embedded"
 
 _SHIPPED = {
     "embedded": "preempt_harness.adapters.embedded:EmbeddedAdapter",
+    "nano-vllm-scheduler": "preempt_harness.adapters.nano_vllm_scheduler:NanoVllmSchedulerAdapter",
+    "vllm-scheduler": "preempt_harness.adapters.vllm_scheduler:VllmSchedulerAdapter",
+    "vllm-scheduler-async": "preempt_harness.adapters.vllm_scheduler:AsyncVllmSchedulerAdapter",
 }
 
 

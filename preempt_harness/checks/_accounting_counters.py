@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from preempt_harness.checks.drafts import DRAFT_COUNTERS, DraftLedger
+from preempt_harness.checks.drafts import DRAFT_KINDS, DraftLedger, has_drafts
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
+from preempt_harness.checks.trace import Batch, DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
     BlocksAllocated,
     Counters,
@@ -17,8 +18,6 @@ from preempt_harness.record import (
     Finished,
     Forked,
     Preempted,
-    Scheduled,
-    TokensDelivered,
     TrialRecord,
     WorkerCopied,
     WorkerSwappedIn,
@@ -43,6 +42,19 @@ COUNTER_INPUTS = {
 """Counter -> the event types that the harness counts it from."""
 
 
+TALLIED = (
+    ScheduledRows,
+    DeliveredRows,
+    BlocksAllocated,
+    Forked,
+    Preempted,
+    Finished,
+    WorkerCopied,
+    WorkerSwappedOut,
+    WorkerSwappedIn,
+)
+"""What a tally counts."""
+
 _COPY_COUNTERS: dict[type[Event], str] = {
     WorkerCopied: "num_copied_blocks",
     WorkerSwappedOut: "num_swapped_out_blocks",
@@ -62,29 +74,34 @@ class Tally:
         preemptions: request -> how often it was preempted.
         cached_tokens: request -> tokens found at its first admission.
         recomputed_tokens: request -> tokens recomputed.
-        drafts: what was drafted.
+
+    Args:
+        block_size: of the engine.
+        drafts: follows drafts, where there are any.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, drafts: DraftLedger | None = None) -> None:
+        self.drafts = drafts
         self.values: Counter[str] = Counter()
         self.preemptions: Counter[str] = Counter()
         self.cached_tokens: dict[str, int] = {}
         self.recomputed_tokens: Counter[str] = Counter()
-        self.drafts = DraftLedger()
         self._block_size = block_size
         self._computed: dict[str, int] = {}
         self._lost: dict[str, int] = {}
-        self._continued: set[str] = set()  # got a token since it was scheduled
+        self._continued: set[str] = set()  # got a token since it was scheduled; with drafts only
         self._last_step = -1
 
-    def take(self, event: Event) -> None:
-        """Count an event."""
-        self.drafts.take(event)
-        if isinstance(event, Scheduled):
+    def take(self, event: Batch) -> None:
+        """Count an event, or the rows of a step."""
+        if self.drafts is not None:
+            self.drafts.take(event)
+            if isinstance(event, DeliveredRows):
+                self._continued.update(event.seqs)
+        if isinstance(event, ScheduledRows):
             self._schedule(event)
-        elif isinstance(event, TokensDelivered):
-            self.values["num_generated_tokens"] += len(event.token_ids)
-            self._continued.add(event.seq)
+        elif isinstance(event, DeliveredRows):
+            self.values["num_generated_tokens"] += event.num_tokens
         elif isinstance(event, BlocksAllocated):
             request = request_of(event.seq)
             if request not in self.cached_tokens:
@@ -102,20 +119,19 @@ class Tally:
             own = 0 if event.rank else len(event.pairs)  # every rank makes the same copies
             self.values[_COPY_COUNTERS[type(event)]] += own
 
-    def _schedule(self, event: Scheduled) -> None:
-        again = max(0, min(event.end, self._lost.get(event.seq, 0)) - event.start)
-        self.values["num_computed_tokens"] += event.end - event.start
-        self.values["num_recomputed_tokens"] += again
-        self.recomputed_tokens[request_of(event.seq)] += again
-        self._computed[event.seq] = event.end
-        self._continued.discard(event.seq)
-        if event.step != self._last_step:
-            self._last_step = event.step
+    def _schedule(self, rows: ScheduledRows) -> None:
+        if self._lost:
+            for seq, start, end in zip(rows.seqs, rows.starts, rows.ends, strict=True):
+                again = min(end, self._lost.get(seq, 0)) - start
+                if again > 0:
+                    self.values["num_recomputed_tokens"] += again
+                    self.recomputed_tokens[request_of(seq)] += again
+        self.values["num_computed_tokens"] += rows.num_tokens
+        self._computed.update(zip(rows.seqs, rows.ends, strict=True))
+        self._continued.difference_update(rows.seqs)
+        if rows.step != self._last_step:
+            self._last_step = rows.step
             self.values["num_steps"] += 1
-
-    def total(self, name: str) -> int:
-        """The harness's own figure for a counter."""
-        return self.drafts.totals[name] if name in DRAFT_COUNTERS else self.values[name]
 
     def _preempt(self, event: Preempted) -> None:
         self.values["num_preemptions"] += 1
@@ -124,27 +140,48 @@ class Tally:
             return
         for seq, computed in self._computed.items():
             if request_of(seq) == event.request:
-                if seq in self._continued:  # its last token is not computed yet, drafts are lost
+                if self.drafts is not None and seq in self._continued:
+                    # Its last token is not computed yet, and rejected drafts are no progress.
                     computed = min(computed, self.drafts.known[seq] - 1)
                 self._lost[seq] = max(self._lost.get(seq, 0), computed)
 
 
-def check_counters(record: TrialRecord) -> CheckResult:
+class TalliedTrial:
+    """The harness's own totals over a whole trial.
+
+    Attributes:
+        tally: at the end.
+        at_counters: every `Counters` event, with the totals at its place.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        drafts = DraftLedger() if has_drafts(trace.header) else None
+        kinds = (Counters, *TALLIED) if drafts is None else (Counters, *TALLIED, *DRAFT_KINDS)
+        self.tally = Tally(trace.header.block_size, drafts)
+        self.at_counters: list[tuple[Counters, Counter[str]]] = []
+        for event in trace.of(*dict.fromkeys(kinds)):
+            if isinstance(event, Counters):
+                own = self.tally.values.copy()
+                if drafts is not None:
+                    own.update(drafts.totals)
+                self.at_counters.append((event, own))
+            else:
+                self.tally.take(event)
+
+
+def check_counters(trace: Trace) -> CheckResult:
     """Every `Counters` event, and what each result says of its request."""
     listing = Listing()
-    tally = Tally(record.header.block_size)
-    observed = set(record.header.observed)
-    names = [name for name, inputs in COUNTER_INPUTS.items() if inputs <= observed]
-    for event in record.events:
-        tally.take(event)
-        if isinstance(event, Counters):
-            for name in names:
-                if name in event.values:
-                    _compare(event, name, tally.total(name), listing)
-    if "Preempted" in observed:
-        _judge_results(record, "num_preemptions", tally.preemptions, listing)
-    if "BlocksAllocated" in observed:
-        _judge_results(record, "num_cached_tokens", tally.cached_tokens, listing)
+    tallied = trace.derive(TalliedTrial)
+    names = [name for name, inputs in COUNTER_INPUTS.items() if trace.sees(*inputs)]
+    for event, own in tallied.at_counters:
+        for name in names:
+            if name in event.values:
+                _compare(event, name, own[name], listing)
+    if trace.sees("Preempted"):
+        _judge_results(trace.record, "num_preemptions", tallied.tally.preemptions, listing)
+    if trace.sees("BlocksAllocated"):
+        _judge_results(trace.record, "num_cached_tokens", tallied.tally.cached_tokens, listing)
     return listing.result("accounting", "counters")
 
 

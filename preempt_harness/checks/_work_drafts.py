@@ -7,10 +7,10 @@ logits do not depend on the batch, and nothing but noise stands between logits a
 
 from __future__ import annotations
 
-from preempt_harness.checks.delivery import workload_of
-from preempt_harness.checks.drafts import DraftLedger
+from preempt_harness.checks.drafts import DRAFT_KINDS, DraftLedger
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
-from preempt_harness.record import Header, TrialRecord
+from preempt_harness.checks.trace import Trace
+from preempt_harness.record import Header
 from preempt_harness.workload import SamplingSpec
 
 
@@ -27,12 +27,12 @@ def drafts_for_itself(header: Header) -> bool:
     )
 
 
-def check_own_drafts(record: TrialRecord) -> CheckResult:
+def check_own_drafts(trace: Trace) -> CheckResult:
     """No draft is another token than its position's."""
     listing = Listing()
-    specs = workload_of(record)
+    specs = trace.specs
     ledger = DraftLedger()
-    for event in record.events:
+    for event in trace.of(*DRAFT_KINDS):
         ledger.take(event)
     for wrong in ledger.wrong:
         spec = specs.get(request_of(wrong.seq))

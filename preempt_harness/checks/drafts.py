@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from preempt_harness.checks.trace import Batch, ComputedRows, DeliveredRows
 from preempt_harness.record import (
     Arrived,
     BlocksFreed,
     Computed,
-    Event,
     Forked,
+    Header,
     TokensChosen,
     TokensDelivered,
 )
@@ -25,6 +26,14 @@ DRAFTED = "num_drafted_tokens"
 ACCEPTED = "num_accepted_tokens"
 REJECTED = "num_rejected_tokens"
 DRAFT_COUNTERS = (DRAFTED, ACCEPTED, REJECTED)
+
+DRAFT_KINDS = (Arrived, Forked, ComputedRows, DeliveredRows, TokensChosen, BlocksFreed)
+"""What of a trace a ledger looks at."""
+
+
+def has_drafts(header: Header) -> bool:
+    """Whether the engine was asked for drafts."""
+    return bool(header.config.get("num_speculative_tokens"))
 
 
 class WrongDraft(NamedTuple):
@@ -56,7 +65,7 @@ class DraftLedger:
         self.drafted: dict[str, int] = {}
         self.accepted: Counter[str] = Counter()
         self._open: dict[str, list[int]] = {}
-        self._handlers: dict[type[Event], Callable[[Any], None]] = {
+        self._handlers: dict[type, Callable[[Any], None]] = {
             Arrived: self._arrive,
             Forked: self._fork,
             Computed: self._compute,
@@ -65,8 +74,12 @@ class DraftLedger:
             BlocksFreed: self._free,
         }
 
-    def take(self, event: Event) -> None:
-        """Take in the next event."""
+    def take(self, event: Batch) -> None:
+        """Take in the next event, or the rows of a step."""
+        if isinstance(event, ComputedRows | DeliveredRows):
+            for row in event.rows:
+                self.take(row)
+            return
         handler = self._handlers.get(type(event))
         if handler is not None:
             handler(event)

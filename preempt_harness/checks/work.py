@@ -2,11 +2,11 @@
 
 A step's message may grow with what is new in it, never with the context. Bound, in bytes:
 
-    64 + sum over sequences named (32 + len(name)) + 5 * ids
+    64 + sum over sequences named (48 + len(name)) + 5 * ids
 
 ids are token ids and block ids that the worker does not have yet: all of a sequence's when it is
 admitted, otherwise one per scheduled token and one per new block; and pairs of ids to copy. 64 is
-the frame, 32 the flags and up to five numbers of a sequence, 5 the longest msgpack form of a 32-bit
+the frame, 48 the flags and up to five numbers of a sequence, 5 the longest msgpack form of a 32-bit
 number. Because short contexts hide in that bound, messages with equal work are compared as well:
 between steps of one rank that schedule the same number of sequences, one token each, and nothing
 new, only the width of three numbers per sequence (1 to 5 bytes each) may change.
@@ -14,31 +14,30 @@ new, only the width of three numbers per sequence (1 to 5 bytes each) may change
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
-from preempt_harness.checks._accounting_counters import Tally
-from preempt_harness.checks.delivery import workload_of
+from preempt_harness.checks._accounting_counters import TalliedTrial
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
+from preempt_harness.checks.progress import steps_ahead
 from preempt_harness.checks.tables import SchedulerTables, num_blocks_for
+from preempt_harness.checks.trace import Batch, DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
+    Aborted,
     Arrived,
     BlocksAllocated,
     BlocksCopied,
     BlocksFreed,
     BlocksPoisoned,
-    Event,
     Forked,
     PlanApplied,
     Preempted,
-    Scheduled,
     StepDone,
     StepSent,
     SwappedIn,
     SwappedOut,
     TokensChosen,
-    TokensDelivered,
-    TrialRecord,
 )
 
 FRAME_BYTES = 64
@@ -48,15 +47,13 @@ WIDTH_BYTES = 12
 """Three numbers of a sequence, each 1 to 5 bytes wide."""
 
 
-def check_recompute(record: TrialRecord) -> CheckResult:
+def check_recompute(trace: Trace) -> CheckResult:
     """Only what a preemption lost is computed twice."""
     listing = Listing()
-    tally = Tally(record.header.block_size)
-    for event in record.events:
-        tally.take(event)
+    tally = trace.derive(TalliedTrial).tally
     for name in ("num_recomputed_tokens", "num_generated_tokens", "num_preemptions"):
         listing.count(name, tally.values[name])
-    again, lost = _computed_again(record)
+    again, lost = _computed_again(trace)
     for request, count in again.items():
         if count > lost[request]:
             listing.report(
@@ -69,7 +66,7 @@ def check_recompute(record: TrialRecord) -> CheckResult:
     return listing.result("work", "recompute")
 
 
-def _computed_again(record: TrialRecord) -> tuple[Counter[str], Counter[str]]:
+def _computed_again(trace: Trace) -> tuple[dict[str, int], Counter[str]]:
     """What was computed twice, and what preemptions lost.
 
     Positions beyond the known tokens are drafts, and may be computed again.
@@ -78,27 +75,38 @@ def _computed_again(record: TrialRecord) -> tuple[Counter[str], Counter[str]]:
         Request -> tokens scheduled at positions that had been computed with their known token, and
         request -> most such positions that its preemptions by recompute can have lost.
     """
-    known: Counter[str] = Counter()
-    settled: Counter[str] = Counter()
-    again: Counter[str] = Counter()
+    known: defaultdict[str, int] = defaultdict(int)
+    settled: defaultdict[str, int] = defaultdict(int)
+    again: dict[str, int] = {}
     lost: Counter[str] = Counter()
-    for event in record.events:
-        if isinstance(event, Arrived):
+    for event in trace.of(ScheduledRows, DeliveredRows, TokensChosen, Forked, Arrived, Preempted):
+        if isinstance(event, ScheduledRows):
+            for seq, start, end in zip(event.seqs, event.starts, event.ends, strict=True):
+                before = settled[seq]
+                if not before:
+                    again.setdefault(request_of(seq), 0)
+                elif start < before:
+                    again[request_of(seq)] += max(0, min(end, before) - start)
+                if end > before:
+                    settled[seq] = max(before, min(end, known[seq]))
+        elif isinstance(event, DeliveredRows):
+            for seq, token_ids in zip(event.seqs, event.token_ids, strict=True):
+                known[seq] += len(token_ids)
+        elif isinstance(event, Arrived):
             known[f"{event.request}.0"] = len(event.prompt_token_ids)
-        elif isinstance(event, TokensDelivered):
+        elif isinstance(event, TokensChosen):
             known[event.seq] += len(event.token_ids)
-        elif isinstance(event, Preempted) and event.mode != "swap":
+        elif isinstance(event, Forked):
+            known[event.child] = known[event.parent]
+            settled[event.child] = settled[event.parent]
+        elif event.mode != "swap":
             for seq, count in settled.items():
                 if request_of(seq) == event.request:
                     lost[event.request] += count
-        elif isinstance(event, Scheduled):
-            before = settled[event.seq]
-            again[request_of(event.seq)] += max(0, min(event.end, before) - event.start)
-            settled[event.seq] = max(before, min(event.end, known[event.seq]))
     return again, lost
 
 
-def check_preemptions(record: TrialRecord, expected: int | None = None) -> CheckResult:
+def check_preemptions(trace: Trace, expected: int | None = None) -> CheckResult:
     """No request is preempted more often than others can need blocks, nobody in vain.
 
     A natural preemption of r hands r's blocks to another request, which needs each of its own
@@ -110,19 +118,19 @@ def check_preemptions(record: TrialRecord, expected: int | None = None) -> Check
         expected: natural preemptions of the clean engine on the same workload, if known.
     """
     listing = Listing()
-    specs = workload_of(record)
-    size = record.header.block_size
+    specs = trace.specs
+    size = trace.header.block_size
     blocks = {
         request: num_blocks_for(spec.num_prompt_tokens + spec.sampling.max_tokens, size)
         for request, spec in specs.items()
     }
     natural: Counter[str] = Counter()
     forced = 0
-    for event in record.events:
+    for event in trace.of(Preempted, PlanApplied):
         if isinstance(event, Preempted):
             natural[event.request] += event.reason != "forced"
             forced += event.reason == "forced"
-        elif isinstance(event, PlanApplied):
+        else:
             forced += event.action.startswith("squeeze")
     total = sum(natural.values())
     listing.count("natural preemptions", total)
@@ -154,53 +162,55 @@ class _Taking:
 
     victims: dict[str, bool] = field(default_factory=dict)  # request -> it needed a block itself
     takers: set[str] = field(default_factory=set)
-    branched: bool = False  # one of those who needed blocks has several sequences
 
 
-def check_vain(record: TrialRecord) -> CheckResult:
+def check_vain(trace: Trace) -> CheckResult:
     """A victim of a lack of blocks makes room: somebody gets blocks in the same step.
 
     A request that needs a block and is the least urgent itself is its own victim; nobody gains.
-    Blocks that are swapped out may be withheld until they are copied, so that they are had in the
-    next step, unless the plan steps in. One that needs blocks for several branches may find that
-    those of all less urgent ones are not enough, and go itself; the log does not tell whether that
-    could be foreseen. Nor is a scheduler judged that decides ahead: a victim's blocks come free
-    when the steps under way are done, and by then whoever needed them may have ended.
+    It needs slots for the token after those that are computed or on their way, and for its drafts.
+    Where blocks are swapped out, freed ones may be withheld until they are copied, so that they are
+    had in the next step, unless the plan or the user takes that request away before. What several
+    branches of one victim needed, copies of shared blocks included, the log does not tell; such a
+    victim is taken to have needed a block. Nor is a scheduler judged that decides ahead: a victim's
+    blocks come free when the steps under way are done, and by then whoever needed them may have
+    ended.
     """
     listing = Listing()
-    if record.header.config.get("async_scheduling"):
+    if steps_ahead(trace.header):
         return listing.result("work", "victims")
     tables = SchedulerTables()
     steps: dict[int, _Taking] = {}
     swapping: set[int] = set()
-    disturbed: set[int] = set()  # steps before which the plan took blocks or victims of its own
-    for event in record.events:
+    num_drafts = trace.header.config.get("num_speculative_tokens", 0)
+    for event in trace.of(
+        BlocksAllocated, BlocksFreed, Forked, SwappedOut, Aborted, PlanApplied, Preempted
+    ):
         if isinstance(event, BlocksAllocated):
             tables.allocate(event)
             takers = steps.setdefault(event.step, _Taking()).takers
             takers.add(request_of(event.seq))
             if event.step - 1 in swapping:
                 steps[event.step - 1].takers.add(request_of(event.seq))
-        elif isinstance(event, Preempted) and event.reason != "forced":
+        elif isinstance(event, SwappedOut):
+            steps.setdefault(event.step, _Taking())
+            swapping.add(event.step)
+        elif _takes_away(event):
+            if event.step - 1 in swapping:
+                steps[event.step - 1].takers.add(event.request)
+        elif isinstance(event, Preempted):
             lease = tables.leases.get(f"{event.request}.0")
-            room = len(lease.blocks) * record.header.block_size if lease is not None else 0
+            room = len(lease.blocks) * trace.header.block_size if lease is not None else 0
             taking = steps.setdefault(event.step, _Taking())
-            # What one of several branches lacks, a block to copy to perhaps, nobody says.
-            several = sum(request_of(seq) == event.request for seq in tables.leases) > 1
-            taking.victims[event.request] = several or event.num_tokens > room
-            taking.branched |= several
-            if event.mode == "swap":
-                swapping.add(event.step)
-        elif isinstance(event, PlanApplied):
-            disturbed.add(event.step)
+            branches = sum(request_of(seq) == event.request for seq in tables.leases)
+            wanted = max(event.num_tokens, event.num_computed_tokens + 1) + num_drafts
+            taking.victims[event.request] = branches > 1 or wanted > room
         elif isinstance(event, BlocksFreed):
             tables.free(event)
         elif isinstance(event, Forked):
             tables.fork(event)
     for step, taking in steps.items():
-        if step in swapping and step + 1 in disturbed:
-            continue  # whoever was to have the blocks may be gone
-        if taking.branched or taking.takers - taking.victims.keys():
+        if taking.takers - taking.victims.keys():
             continue
         for request, needed in taking.victims.items():
             if not needed:
@@ -213,10 +223,17 @@ def check_vain(record: TrialRecord) -> CheckResult:
     return listing.result("work", "victims")
 
 
-def check_bytes(record: TrialRecord) -> CheckResult:
+def _takes_away(event: Batch) -> TypeGuard[Preempted | Aborted | PlanApplied]:
+    """Whether a request that was to get blocks may not need them, or not find them, any more."""
+    if isinstance(event, PlanApplied):
+        return event.action.startswith("squeeze")
+    return isinstance(event, Aborted) or (isinstance(event, Preempted) and event.reason == "forced")
+
+
+def check_bytes(trace: Trace) -> CheckResult:
     """What a step sends to a worker grows with what is new, not with the context."""
-    judge = _Bytes(record)
-    for event in record.events:
+    judge = _Bytes()
+    for event in trace.batches:
         judge.take(event)
     return judge.listing.result("work", "bytes")
 
@@ -225,42 +242,49 @@ def check_bytes(record: TrialRecord) -> CheckResult:
 class _Message:
     """What one step has to tell a worker."""
 
-    names: set[str] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)  # scheduled
+    news: set[str] = field(default_factory=set)  # dropped or forked; may be scheduled as well
     num_scheduled: int = 0
     num_ids: int = 0
     steady: bool = True  # one token per sequence, nothing admitted, dropped, granted or copied
 
 
 class _Bytes:
-    def __init__(self, record: TrialRecord) -> None:
+    def __init__(self) -> None:
         self.listing = Listing()
         self._known: Counter[str] = Counter()
         self._admitted: set[str] = set()
-        self._unsent: Counter[str] = Counter()
-        self._untold: set[str] = set()  # dropped or forked since the last message
         self._drafted: set[str] = set()  # some of their ids may have to be cut off again
+        self._new_blocks: Counter[str] = Counter()  # granted, and told when it is scheduled
+        self._untold: set[str] = set()  # dropped or forked since the last message
         self._messages: dict[int, _Message] = {}
         self._sent: dict[int, list[StepSent]] = {}
         self._least: dict[tuple[int, int], StepSent] = {}
 
-    def take(self, event: Event) -> None:
+    def take(self, event: Batch) -> None:
         message = self._messages.setdefault(event.step, _Message())
         if isinstance(event, Arrived):
             self._known[f"{event.request}.0"] = len(event.prompt_token_ids)
-        elif isinstance(event, TokensDelivered | TokensChosen):
+        elif isinstance(event, DeliveredRows):
+            for seq, token_ids in zip(event.seqs, event.token_ids, strict=True):
+                self._known[seq] += len(token_ids)
+        elif isinstance(event, TokensChosen):
             self._known[event.seq] += len(event.token_ids)
         elif isinstance(event, BlocksAllocated):
-            self._unsent[event.seq] += len(event.blocks)  # until the sequence is scheduled
-            message.steady = False
+            self._new_blocks[event.seq] += len(event.blocks)
         elif isinstance(event, BlocksFreed):
             self._untold.add(event.seq)
-            self._unsent.pop(event.seq, None)
             self._admitted.discard(event.seq)
+            self._new_blocks.pop(event.seq, None)
         elif isinstance(event, Forked):
-            self._untold.add(event.child)
             self._known[event.child] = self._known[event.parent]
-        elif isinstance(event, Scheduled):
-            self._schedule(event, message)
+            self._untold.add(event.child)
+        elif isinstance(event, Preempted):
+            # One that was swapped out may lose its host blocks, and no event says so.
+            self._untold |= {seq for seq in self._known if request_of(seq) == event.request}
+        elif isinstance(event, ScheduledRows):
+            for seq, start, end in zip(event.seqs, event.starts, event.ends, strict=True):
+                self._schedule(seq, start, end, message)
         elif isinstance(event, BlocksPoisoned):
             message.num_ids += len(event.blocks)
             message.steady = False
@@ -270,7 +294,7 @@ class _Bytes:
         elif isinstance(event, StepSent):
             self._sent.setdefault(event.step, []).append(event)
             if self._untold:
-                message.names |= self._untold
+                message.news |= self._untold
                 message.steady = False
                 self._untold = set()
         elif isinstance(event, StepDone):
@@ -278,18 +302,19 @@ class _Bytes:
                 self._judge(sent, message)
             self._messages.pop(event.step, None)
 
-    def _schedule(self, event: Scheduled, message: _Message) -> None:
-        num_tokens = event.end - event.start
-        message.names.add(event.seq)
+    def _schedule(self, seq: str, start: int, end: int, message: _Message) -> None:
+        num_tokens = end - start
+        message.names.add(seq)
         message.num_scheduled += 1
-        message.num_ids += self._unsent.pop(event.seq, 0)
-        message.steady &= num_tokens == 1 and event.seq not in self._drafted
-        self._drafted.discard(event.seq)
-        if event.end > self._known[event.seq]:
-            self._drafted.add(event.seq)
-        if event.seq not in self._admitted:
-            self._admitted.add(event.seq)
-            message.num_ids += max(self._known[event.seq], event.end)
+        num_blocks = self._new_blocks.pop(seq, 0)
+        message.num_ids += num_blocks
+        message.steady &= num_tokens == 1 and not num_blocks and seq not in self._drafted
+        self._drafted.discard(seq)
+        if end > self._known[seq]:
+            self._drafted.add(seq)
+        if seq not in self._admitted:
+            self._admitted.add(seq)
+            message.num_ids += max(self._known[seq], end)
             message.steady = False
         else:
             message.num_ids += num_tokens
@@ -297,7 +322,7 @@ class _Bytes:
     def _judge(self, sent: StepSent, message: _Message) -> None:
         self.listing.count("messages judged")
         self.listing.count("bytes", sent.num_bytes)
-        names = sum(SEQUENCE_BYTES + len(name) for name in message.names)
+        names = sum(SEQUENCE_BYTES + len(name) for name in [*message.names, *message.news])
         bound = FRAME_BYTES + names + ID_BYTES * message.num_ids
         if sent.num_bytes > bound:
             self.listing.report(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from preempt_harness.adapters import protocol
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
 
@@ -34,6 +37,19 @@ def request(
         arrival_step=arrival_step,
         text=preempt.prompts.text_of(token_ids),
     )
+
+
+def chunks(preempt: PreemptHarness, num_tokens: int) -> dict[str, Any]:
+    """Settings with which a step computes so many tokens; none where prompts are never cut."""
+    if protocol.CHUNKED_PREFILL not in preempt.adapter.capabilities:
+        return {}
+    return {"max_num_batched_tokens": num_tokens}
+
+
+def require_chunks(preempt: PreemptHarness) -> None:
+    """Skip where the engine computes a prompt in one step, or not at all."""
+    if protocol.CHUNKED_PREFILL not in preempt.adapter.capabilities:
+        pytest.skip(f"engine {preempt.adapter.name} lacks {protocol.CHUNKED_PREFILL}")
 
 
 def companions(preempt: PreemptHarness, block: int, *, count: int = 2) -> list[RequestSpec]:

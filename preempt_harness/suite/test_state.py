@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from preempt_harness.harness import PreemptHarness
-from preempt_harness.suite.shapes import block_size, companions, request, together
+from preempt_harness.suite.shapes import block_size, chunks, companions, request, together
 from preempt_harness.suite.test_branches import require_mode
 from preempt_harness.workload import Operation, Workload
 
@@ -31,8 +31,14 @@ ITEMS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "logprobs": (("logprobs",), {"logprobs": 4}),
     "prompt-logprobs": (("prompt_logprobs",), {"prompt_logprobs": 2, "logprobs": 1}),
     "logit-bias": (("logit_bias",), {"logit_bias": ((5, 6.0), (9, -8.0))}),
-    "min-tokens": ((), {"min_tokens": 9, "stop_token_ids": tuple(range(4, 40))}),
-    "stop-tokens": ((), {"stop_token_ids": tuple(range(4, 8))}),
+    "min-tokens": (
+        ("stop_tokens", "min_tokens"),
+        {"min_tokens": 9, "stop_token_ids": tuple(range(4, 40))},
+    ),
+    "stop-tokens": (
+        ("stop_tokens", "min_tokens"),
+        {"min_tokens": 3, "stop_token_ids": tuple(range(4, 8))},
+    ),
 }
 
 
@@ -50,17 +56,15 @@ def test_item(preempt: PreemptHarness, item: str, at: str, mode: str) -> None:
         companions(preempt, block, count=1),
         request(preempt, "victim", 4 * block, 4 * block, **sampling),
     )
-    # min-tokens and stop tokens may end the request before its sixth token.
-    anchor = "out=1" if at == "out=6" and item == "stop-tokens" else at
+    # Stop tokens may end the request before its sixth token.
+    anchor = "out=2" if at == "out=6" and item == "stop-tokens" else at
     result = preempt.run(
         workload,
         plan=f"preempt:victim@{anchor}:{mode}",
         block_size=block,
-        max_num_batched_tokens=2 * block,
-        expect_preemption=item != "stop-tokens",
+        **chunks(preempt, 2 * block),
     )
-    if item != "stop-tokens":
-        result.assert_preempted(request="victim", mode=mode)
+    result.assert_preempted(request="victim", mode=mode)
     result.assert_matches_baseline()
     result.assert_clean()
 
@@ -92,7 +96,9 @@ def test_stop_string_over_a_preemption(preempt: PreemptHarness, length: int, mod
 
 
 @MODES
-@pytest.mark.preempt_requires("penalties", "logprobs", "prompt_logprobs", "logit_bias", "sampling")
+@pytest.mark.preempt_requires(
+    "penalties", "logprobs", "prompt_logprobs", "logit_bias", "sampling", "min_tokens"
+)
 def test_everything_together_and_all_at_once(preempt: PreemptHarness, mode: str) -> None:
     require_mode(preempt, mode)
     block = block_size(preempt)
@@ -137,6 +143,7 @@ def test_reset_with_running_requests(preempt: PreemptHarness) -> None:
     )
     result = preempt.run(workload, "roomy", block_size=block)
     result.assert_preempted(at_least=3)
+    result.assert_matches_baseline()
     result.assert_clean()
 
 
@@ -152,6 +159,7 @@ def test_reset_while_requests_are_swapped_out(preempt: PreemptHarness) -> None:
     result = preempt.run(workload, plan="preempt-all@out=4:swap", block_size=block)
     result.assert_preempted(mode="swap")
     result.assert_preempted(mode="recompute", at_least=3)
+    result.assert_matches_baseline()
     result.assert_clean()
 
 
