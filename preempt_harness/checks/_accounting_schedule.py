@@ -66,6 +66,7 @@ class _Preemptions:
         self._branched: set[str] = set()
         self._num_tokens: Counter[str] = Counter()
         self._computed: dict[str, set[int]] = {}
+        self._kept: set[str] = set()  # requests that were swapped in when they last came back
         self._in_flight: dict[int, dict[str, set[int]]] = {}
         self._requests = RequestNames()
 
@@ -81,7 +82,7 @@ class _Preemptions:
             self._judge_away(event.step)
             self._computed.update(self._in_flight.pop(event.step, {}))
         elif isinstance(event, BlocksAllocated):
-            if event.seq not in self._tables.leases:
+            if event.seq not in self._tables.leases and request_of(event.seq) not in self._kept:
                 self._computed[event.seq] = {event.num_cached * self._block_size}
             self._tables.allocate(event)
         elif isinstance(event, BlocksFreed):
@@ -99,7 +100,11 @@ class _Preemptions:
             self._preempt(event)
         elif isinstance(event, Resumed | Finished | Aborted):
             self._away.pop(event.request, None)
-            self._swapped.discard(event.request)
+            if event.request in self._swapped:  # what was computed comes back with its blocks
+                self._swapped.discard(event.request)
+                self._kept.add(event.request)
+            else:
+                self._kept.discard(event.request)
 
     def _schedule(self, rows: ScheduledRows) -> None:
         requests = self._requests[rows.seqs]

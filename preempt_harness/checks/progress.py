@@ -15,8 +15,10 @@ decided ahead of the one that runs, each 2 above is 2 + 2d.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from preempt_harness.checks.drafts import DraftLedger
 from preempt_harness.checks.finding import CheckResult, Code, Listing
 from preempt_harness.checks.tables import num_blocks_for
 from preempt_harness.checks.trace import Batch, DeliveredRows, ScheduledRows, Trace
@@ -150,12 +152,15 @@ def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
     exempt = _exempt_steps(trace)
     stalled: set[int] = set()
     moved_in = -1
+    ledger = DraftLedger() if drafts else None
     for event in trace.batches:
         rises = False
+        if ledger is not None:
+            ledger.take(event)
         if isinstance(event, ScheduledRows):
-            rises = not drafts and _raise_high_water(event, high_water)
+            rises = _raise_high_water(event, high_water, None if ledger is None else ledger.known)
         elif drafts and isinstance(event, DeliveredRows):
-            rises = True  # a step's end tells nothing of progress: it may be drafts
+            rises = True  # how many of a step's tokens were known is not always told in time
         elif type(event) in _BEGINNINGS:
             rises = _begins_anew(event, live)
         if rises or not live:
@@ -184,10 +189,20 @@ def _begins_anew(event: Batch, live: dict[str, None]) -> bool:
     return True
 
 
-def _raise_high_water(rows: ScheduledRows, high_water: dict[str, int]) -> bool:
-    """Whether any row goes further than its sequence ever went."""
+def _raise_high_water(
+    rows: ScheduledRows, high_water: dict[str, int], known: Mapping[str, int] | None
+) -> bool:
+    """Whether any row goes further than its sequence ever went.
+
+    Args:
+        rows: of a step.
+        high_water: sequence -> how far it went; kept.
+        known: with drafts, sequence -> its known tokens: what lies beyond them is no progress.
+    """
     rises = False
     for seq, end in zip(rows.seqs, rows.ends, strict=True):
+        if known is not None:
+            end = min(end, known[seq])
         if end > high_water.get(seq, 0):
             high_water[seq] = end
             rises = True
