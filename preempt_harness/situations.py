@@ -16,6 +16,7 @@ what the record shows.
     drafts        how tokens are drafted ahead, or off
     accepted      none, some or all of the drafts in the last step in which the victim had any,
                   since its blocks were its own
+    ahead         steps decided ahead of the one that runs
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
     "prefix_cache": ("on", "off"),
     "drafts": ("off", "ngram", "draft_model", "scripted"),
     "accepted": ("none", "some", "all"),
+    "ahead": ("0", "1", "2"),
 }
 
 NEEDED_EVENTS = frozenset({"Arrived", "BlocksAllocated", "BlocksFreed", "Preempted", "Resumed"})
@@ -170,6 +172,13 @@ UNREACHABLE_RULES = (
         "drafts follow the first token since the blocks were a request's own",
         lambda pair: "accepted" in pair and pair.get("phase", "decode") != "decode",
     ),
+    Rule(
+        "steps are not decided ahead of drafts",
+        lambda pair: (
+            pair.get("ahead", "0") != "0"
+            and (pair.get("drafts", "off") != "off" or "accepted" in pair)
+        ),
+    ),
 )
 
 
@@ -205,6 +214,9 @@ class _Open:
         if isinstance(caching, bool):
             values["prefix_cache"] = ("on" if caching else "off",)
         values["accepted"] = self.accepted
+        depth = str(self.header.config.get("async_scheduling", ""))
+        if depth in DIMENSIONS["ahead"]:
+            values["ahead"] = (depth,)
         if "speculative_config" in self.header.config:
             values["drafts"] = _drafts(self.header.config["speculative_config"])
         return Situation(

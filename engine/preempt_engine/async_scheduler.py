@@ -44,11 +44,13 @@ _WORK_COUNTERS = (
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A scheduled sequence, as it was then."""
+    """A scheduled sequence, as it was then; with the step the workers have so much of it."""
 
     request: Request
     sequence: Sequence
     incarnation: int
+    num_tokens: int
+    num_blocks: int
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +121,7 @@ class AsyncScheduler(Scheduler):
         for name in ("num_copied_blocks", "num_swapped_out_blocks", "num_swapped_in_blocks"):
             setattr(self.counters, name, getattr(self.counters, name) + flight.counts[name])
         self.counters.num_steps += bool(step.scheduled)
-        self._take_note(step)
+        self._take_note(flight)
         self._launched.append(flight)
         return True
 
@@ -161,7 +163,15 @@ class AsyncScheduler(Scheduler):
     def _schedule_tokens(self, step: SchedulerOutput, sequence: Sequence, end: int) -> None:
         super()._schedule_tokens(step, sequence, end)
         request = self.requests[sequence.key.request_id]
-        self._rows.append(_Row(request, sequence, sequence.incarnation))
+        self._rows.append(
+            _Row(
+                request,
+                sequence,
+                sequence.incarnation,
+                num_tokens=max(sequence.num_sent_tokens, end),
+                num_blocks=sequence.num_sent_blocks,
+            )
+        )
         sequence.plan_computed(end)
         if self._goes_on(request, sequence, step.scheduled[-1]):
             sequence.draft_token_ids.append(PLACEHOLDER)
@@ -266,44 +276,27 @@ class AsyncScheduler(Scheduler):
         following.dropped = step.dropped + following.dropped
         following.poison_block_ids = step.poison_block_ids + following.poison_block_ids
 
-    def _take_note(self, step: SchedulerOutput) -> None:
+    def _take_note(self, flight: _Flight) -> None:
         """Keep account of what the workers know, for the check of their state."""
+        step = flight.step
         self._known_keys.update(child for _, child in step.forks)
         self._known_keys.difference_update(step.dropped)
         self._known_keys.update(item.key for item in step.scheduled)
         if self.config.debug_worker_state:
             step.state_check = StateCheck(
                 num_sequences=len(self._known_keys),
-                checksums=[self._checksum(item) for item in step.scheduled],
+                checksums=[
+                    state_checksum(
+                        row.sequence.token_ids[: row.num_tokens],
+                        row.sequence.block_table[: row.num_blocks],
+                    )
+                    for row in flight.rows
+                ],
             )
 
     def _state_check(self, step: SchedulerOutput) -> StateCheck | None:
         """Made when the step is launched."""
         return None
-
-    def _checksum(self, item: ScheduledSequence) -> int:
-        """Of what the workers know with the step; later steps may have more blocks already."""
-        sequence = self.requests[item.key.request_id].sequences[item.key.branch]
-        later = sum(
-            len(other.new_block_ids)
-            for flight in self._queued
-            for other in flight.step.scheduled
-            if other.key == item.key
-        )
-        num_blocks = sequence.num_sent_blocks - later
-        return state_checksum(
-            sequence.token_ids[: max(item.end, self._num_sent(item, sequence))],
-            sequence.block_table[:num_blocks],
-        )
-
-    @staticmethod
-    def _num_sent(item: ScheduledSequence, sequence: Sequence) -> int:
-        """Ids that the workers have: a chunk's come with all that follow it."""
-        return (
-            min(sequence.num_sent_tokens, sequence.num_tokens)
-            if item.end < (sequence.num_prefill_tokens)
-            else item.end
-        )
 
     def _offer(self, sequence: Sequence, end: int) -> None:
         """Make blocks findable as far as they are computed, not as far as that is decided."""

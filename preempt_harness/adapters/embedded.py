@@ -135,7 +135,11 @@ class EmbeddedSession:
         self._outputs: dict[str, RequestOutput] = {}
         self._unfinished: set[str] = set()
         self.info = SessionInfo(
-            config={**config, **_placement(self.llm)},
+            config={
+                **config,
+                **_placement(self.llm),
+                "num_speculative_tokens": self.llm.config.num_speculative_tokens,
+            },
             block_size=self.llm.config.block_size,
             num_blocks=self.llm.num_kv_blocks,
             vocab_size=self.llm.vocab_size,

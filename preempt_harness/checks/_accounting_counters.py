@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from preempt_harness.checks.drafts import DRAFTING, DraftLedger, may_draft
+from preempt_harness.checks.drafts import DRAFT_KINDS, DraftLedger, has_drafts
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.trace import Batch, DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
@@ -74,29 +74,34 @@ class Tally:
         preemptions: request -> how often it was preempted.
         cached_tokens: request -> tokens found at its first admission.
         recomputed_tokens: request -> tokens recomputed.
-        drafts: what was drafted, where anything may be.
+
+    Args:
+        block_size: of the engine.
+        drafts: follows drafts, where there are any.
     """
 
-    def __init__(self, block_size: int, *, may_draft: bool = False) -> None:
+    def __init__(self, block_size: int, drafts: DraftLedger | None = None) -> None:
+        self.drafts = drafts
         self.values: Counter[str] = Counter()
         self.preemptions: Counter[str] = Counter()
         self.cached_tokens: dict[str, int] = {}
         self.recomputed_tokens: Counter[str] = Counter()
-        self.drafts = DraftLedger(active=may_draft)
         self._block_size = block_size
         self._computed: dict[str, int] = {}
         self._lost: dict[str, int] = {}
-        self._continued: set[str] = set()  # got a token since it was scheduled
+        self._continued: set[str] = set()  # got a token since it was scheduled; with drafts only
         self._last_step = -1
 
     def take(self, event: Batch) -> None:
         """Count an event, or the rows of a step."""
-        self.drafts.take(event)
+        if self.drafts is not None:
+            self.drafts.take(event)
+            if isinstance(event, DeliveredRows):
+                self._continued.update(event.seqs)
         if isinstance(event, ScheduledRows):
             self._schedule(event)
         elif isinstance(event, DeliveredRows):
             self.values["num_generated_tokens"] += event.num_tokens
-            self._continued.update(event.seqs)
         elif isinstance(event, BlocksAllocated):
             request = request_of(event.seq)
             if request not in self.cached_tokens:
@@ -128,10 +133,6 @@ class Tally:
             self._last_step = rows.step
             self.values["num_steps"] += 1
 
-    def totals(self) -> Counter[str]:
-        """All figures of the harness's own, those of drafts included, as they are now."""
-        return self.values + self.drafts.totals
-
     def _preempt(self, event: Preempted) -> None:
         self.values["num_preemptions"] += 1
         self.preemptions[event.request] += 1
@@ -139,9 +140,8 @@ class Tally:
             return
         for seq, computed in self._computed.items():
             if request_of(seq) == event.request:
-                if (
-                    self.drafts.active and seq in self._continued
-                ):  # its last token is not computed yet, drafts are lost
+                if self.drafts is not None and seq in self._continued:
+                    # Its last token is not computed yet, and rejected drafts are no progress.
                     computed = min(computed, self.drafts.known[seq] - 1)
                 self._lost[seq] = max(self._lost.get(seq, 0), computed)
 
@@ -155,12 +155,16 @@ class TalliedTrial:
     """
 
     def __init__(self, trace: Trace) -> None:
-        drafts = may_draft(trace.header)
-        self.tally = Tally(trace.header.block_size, may_draft=drafts)
+        drafts = DraftLedger() if has_drafts(trace.header) else None
+        kinds = (Counters, *TALLIED) if drafts is None else (Counters, *TALLIED, *DRAFT_KINDS)
+        self.tally = Tally(trace.header.block_size, drafts)
         self.at_counters: list[tuple[Counters, Counter[str]]] = []
-        for event in trace.of(Counters, *TALLIED, *(DRAFTING if drafts else ())):
+        for event in trace.of(*dict.fromkeys(kinds)):
             if isinstance(event, Counters):
-                self.at_counters.append((event, self.tally.totals()))
+                own = self.tally.values.copy()
+                if drafts is not None:
+                    own.update(drafts.totals)
+                self.at_counters.append((event, own))
             else:
                 self.tally.take(event)
 

@@ -64,10 +64,9 @@ class _Preemptions:
         self._away: dict[str, int] = {}
         self._swapped: set[str] = set()
         self._branched: set[str] = set()
-        self._swapped_in: dict[str, int] = {}  # request -> step in which its content came back
         self._num_tokens: Counter[str] = Counter()
         self._computed: dict[str, set[int]] = {}
-        self._continued: set[str] = set()  # got a token since it was scheduled
+        self._kept: set[str] = set()  # requests that were swapped in when they last came back
         self._in_flight: dict[int, dict[str, set[int]]] = {}
         self._requests = RequestNames()
 
@@ -77,15 +76,13 @@ class _Preemptions:
         elif isinstance(event, DeliveredRows):
             for seq, token_ids in zip(event.seqs, event.token_ids, strict=True):
                 self._num_tokens[seq] += len(token_ids)
-            self._continued.update(event.seqs)
         elif isinstance(event, StepLaunched):
             self._judge_away(event.step)
         elif isinstance(event, StepDone):
             self._judge_away(event.step)
             self._computed.update(self._in_flight.pop(event.step, {}))
         elif isinstance(event, BlocksAllocated):
-            returns = self._swapped_in.get(request_of(event.seq)) == event.step
-            if event.seq not in self._tables.leases and not returns:
+            if event.seq not in self._tables.leases and request_of(event.seq) not in self._kept:
                 self._computed[event.seq] = {event.num_cached * self._block_size}
             self._tables.allocate(event)
         elif isinstance(event, BlocksFreed):
@@ -99,14 +96,15 @@ class _Preemptions:
             self._num_tokens[f"{event.request}.0"] = len(event.prompt_token_ids)
         elif isinstance(event, TokensChosen):
             self._num_tokens[event.seq] += len(event.token_ids)
-            self._continued.add(event.seq)
         elif isinstance(event, Preempted):
             self._preempt(event)
         elif isinstance(event, Resumed | Finished | Aborted):
             self._away.pop(event.request, None)
-            if event.request in self._swapped:
+            if event.request in self._swapped:  # what was computed comes back with its blocks
                 self._swapped.discard(event.request)
-                self._swapped_in[event.request] = event.step
+                self._kept.add(event.request)
+            else:
+                self._kept.discard(event.request)
 
     def _schedule(self, rows: ScheduledRows) -> None:
         requests = self._requests[rows.seqs]
@@ -121,7 +119,6 @@ class _Preemptions:
                 computed[seq] |= ends[seq]
             else:
                 computed[seq] = set(ends[seq])
-        self._continued.difference_update(rows.seqs)
         if not self._away.keys().isdisjoint(requests):
             for request in dict.fromkeys(map(request_of, rows.seqs)):
                 if request in self._away:
@@ -162,7 +159,7 @@ class _Preemptions:
     def _judge_figures(self, event: Preempted) -> None:
         """The event's own figures; with steps in flight they may lie on either side of them."""
         seq = f"{event.request}.0"
-        ends = self._computed_tokens(seq)
+        ends = self._computed.get(seq, {0})
         num_known = self._num_tokens[seq]
         num_late = sum(seq in rows for rows in self._in_flight.values())
         if event.num_computed_tokens not in ends:
@@ -181,16 +178,6 @@ class _Preemptions:
                 f"prompt and delivered tokens are {num_known}",
                 request=event.request,
             )
-
-    def _computed_tokens(self, seq: str) -> set[int]:
-        """How many may be computed; rejected drafts, and the token delivered last, are not."""
-        ends = self._computed.get(seq, {0})
-        if seq not in self._continued:
-            return ends
-        known = self._num_tokens[seq] - 1
-        if any(seq in rows for rows in self._in_flight.values()):
-            return ends | {min(end, known) for end in ends}
-        return {min(max(ends), known)}
 
     def _judge_away(self, step: int) -> None:
         if not self._away:

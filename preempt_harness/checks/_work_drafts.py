@@ -7,7 +7,7 @@ logits do not depend on the batch, and nothing but noise stands between logits a
 
 from __future__ import annotations
 
-from preempt_harness.checks.drafts import DRAFTING, DraftLedger
+from preempt_harness.checks.drafts import DRAFT_KINDS, DraftLedger
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.trace import Trace
 from preempt_harness.record import Header
@@ -29,11 +29,12 @@ def drafts_for_itself(header: Header) -> bool:
 def check_own_drafts(trace: Trace) -> CheckResult:
     """No draft is another token than its position's."""
     listing = Listing()
+    specs = trace.specs
     ledger = DraftLedger()
-    for event in trace.of(*DRAFTING):
+    for event in trace.of(*DRAFT_KINDS):
         ledger.take(event)
     for wrong in ledger.wrong:
-        spec = trace.specs.get(request_of(wrong.seq))
+        spec = specs.get(request_of(wrong.seq))
         if spec is None or spec.sampling.changes_logits:
             continue
         listing.report(

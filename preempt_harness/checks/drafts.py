@@ -26,16 +26,14 @@ DRAFTED = "num_drafted_tokens"
 ACCEPTED = "num_accepted_tokens"
 REJECTED = "num_rejected_tokens"
 DRAFT_COUNTERS = (DRAFTED, ACCEPTED, REJECTED)
-DRAFTING = (Arrived, Forked, ComputedRows, DeliveredRows, TokensChosen, BlocksFreed)
-"""What a ledger follows."""
+
+DRAFT_KINDS = (Arrived, Forked, ComputedRows, DeliveredRows, TokensChosen, BlocksFreed)
+"""What of a trace a ledger looks at."""
 
 
-def may_draft(header: Header) -> bool:
-    """Whether tokens may be computed before they are known: drafts, or steps decided ahead."""
-    return any(
-        header.config.get(name)
-        for name in ("speculative_config", "num_speculative_tokens", "async_scheduling")
-    )
+def has_drafts(header: Header) -> bool:
+    """Whether the engine was asked for drafts."""
+    return bool(header.config.get("num_speculative_tokens"))
 
 
 class WrongDraft(NamedTuple):
@@ -51,11 +49,7 @@ class WrongDraft(NamedTuple):
 class DraftLedger:
     """Follows all sequences of a record, by what rank 0 computed and what was delivered.
 
-    Args:
-        active: follow anything at all; without drafts there is nothing to learn.
-
     Attributes:
-        active: as given.
         known: sequence -> number of its prompt's and delivered tokens.
         totals: drafts by the names of `DRAFT_COUNTERS`; one that waits for its position's token is
             neither accepted nor rejected.
@@ -64,28 +58,29 @@ class DraftLedger:
             many of them came true so far.
     """
 
-    def __init__(self, *, active: bool = True) -> None:
-        self.active = active
+    def __init__(self) -> None:
         self.known: Counter[str] = Counter()
         self.totals: Counter[str] = Counter()
         self.wrong: list[WrongDraft] = []
         self.drafted: dict[str, int] = {}
         self.accepted: Counter[str] = Counter()
         self._open: dict[str, list[int]] = {}
-        self._handlers: dict[type[Batch], Callable[[Any], None]] = {
+        self._handlers: dict[type, Callable[[Any], None]] = {
             Arrived: self._arrive,
             Forked: self._fork,
             Computed: self._compute,
-            ComputedRows: self._compute_rows,
             TokensDelivered: self._deliver,
-            DeliveredRows: self._deliver_rows,
             TokensChosen: self._choose,
             BlocksFreed: self._free,
         }
 
     def take(self, event: Batch) -> None:
         """Take in the next event, or the rows of a step."""
-        handler = self._handlers.get(type(event)) if self.active else None
+        if isinstance(event, ComputedRows | DeliveredRows):
+            for row in event.rows:
+                self.take(row)
+            return
+        handler = self._handlers.get(type(event))
         if handler is not None:
             handler(event)
 
@@ -105,14 +100,6 @@ class DraftLedger:
 
     def _free(self, event: BlocksFreed) -> None:
         self._reject(event.seq)
-
-    def _compute_rows(self, rows: ComputedRows) -> None:
-        for row in rows.rows:
-            self._compute(row)
-
-    def _deliver_rows(self, rows: DeliveredRows) -> None:
-        for row in rows.rows:
-            self._deliver(row)
 
     def _compute(self, event: Computed) -> None:
         if event.rank or event.start + len(event.token_ids) <= self.known[event.seq]:

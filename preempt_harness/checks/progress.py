@@ -15,12 +15,13 @@ decided ahead of the one that runs, each 2 above is 2 + 2d.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from preempt_harness.checks.drafts import DraftLedger, may_draft
+from preempt_harness.checks.drafts import DraftLedger
 from preempt_harness.checks.finding import CheckResult, Code, Listing
 from preempt_harness.checks.tables import num_blocks_for
-from preempt_harness.checks.trace import Batch, ScheduledRows, Trace
+from preempt_harness.checks.trace import Batch, DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
     Aborted,
     Arrived,
@@ -30,7 +31,6 @@ from preempt_harness.record import (
     PlanApplied,
     PoolCounts,
     Preempted,
-    PriorityChanged,
     Resumed,
     TrialRecord,
 )
@@ -75,9 +75,8 @@ def _bounds(trace: Trace) -> StepBounds:
         num_blocks_for(spec.num_prompt_tokens + spec.sampling.max_tokens, chunk)
         for spec in specs.values()
     ]
-    depth = trace.header.config.get("async_scheduling")
     # Steps under way at a preemption are for nothing, and those behind it wait for blocks.
-    spare = _SPARE + (2 * depth if isinstance(depth, int) else 0)
+    spare = _SPARE + 2 * steps_ahead(trace.header)
     work = sum(times) + sum(
         spec.sampling.max_tokens * num_blocks_for(spec.sampling.num_sequences, chunk) + spare
         for spec in specs.values()
@@ -132,6 +131,12 @@ def _exempt_steps(trace: Trace) -> set[int]:
     return {event.step for event in trace.of(PoolCounts) if event.held > own}
 
 
+def steps_ahead(header: Header) -> int:
+    """Steps that are decided ahead of the one that runs, where the configuration says how many."""
+    depth = header.config.get("async_scheduling", 0)
+    return depth if isinstance(depth, int) and not isinstance(depth, bool) else 0
+
+
 def _mixes(header: Header) -> bool:
     """Whether a step that computes a lost prefill anew still serves the others.
 
@@ -142,16 +147,20 @@ def _mixes(header: Header) -> bool:
 
 def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
     high_water: dict[str, int] = {}
+    drafts = trace.header.config.get("num_speculative_tokens", 0)
     live: dict[str, None] = {}
     exempt = _exempt_steps(trace)
     stalled: set[int] = set()
     moved_in = -1
-    ledger = DraftLedger(active=may_draft(trace.header))
+    ledger = DraftLedger() if drafts else None
     for event in trace.batches:
         rises = False
-        ledger.take(event)
+        if ledger is not None:
+            ledger.take(event)
         if isinstance(event, ScheduledRows):
-            rises = _raise_high_water(event, high_water, ledger)
+            rises = _raise_high_water(event, high_water, None if ledger is None else ledger.known)
+        elif drafts and isinstance(event, DeliveredRows):
+            rises = True  # how many of a step's tokens were known is not always told in time
         elif type(event) in _BEGINNINGS:
             rises = _begins_anew(event, live)
         if rises or not live:
@@ -180,12 +189,20 @@ def _begins_anew(event: Batch, live: dict[str, None]) -> bool:
     return True
 
 
-def _raise_high_water(rows: ScheduledRows, high_water: dict[str, int], ledger: DraftLedger) -> bool:
-    """Whether any row goes further than its sequence ever went; drafts are no progress."""
+def _raise_high_water(
+    rows: ScheduledRows, high_water: dict[str, int], known: Mapping[str, int] | None
+) -> bool:
+    """Whether any row goes further than its sequence ever went.
+
+    Args:
+        rows: of a step.
+        high_water: sequence -> how far it went; kept.
+        known: with drafts, sequence -> its known tokens: what lies beyond them is no progress.
+    """
     rises = False
     for seq, end in zip(rows.seqs, rows.ends, strict=True):
-        if seq in ledger.known:
-            end = min(end, ledger.known[seq])
+        if known is not None:
+            end = min(end, known[seq])
         if end > high_water.get(seq, 0):
             high_water[seq] = end
             rises = True
@@ -195,10 +212,12 @@ def _raise_high_water(rows: ScheduledRows, high_water: dict[str, int], ledger: D
 def check_order(trace: Trace) -> CheckResult:
     """After a preempt-all by recompute, requests of equal priority come back in arrival order.
 
-    One that had come back before may queue behind those that were admitted before its return:
-    engines keep the order of arrival or of admission, and both are fair.
+    Requests whose priority is changed on the way are left out. One that had come back before may
+    queue behind those that were admitted before its return: engines keep the order of arrival or of
+    admission, and both are fair.
     """
     listing = Listing()
+    changed = {item.request for item in trace.workload.operations if item.kind == "set_priority"}
     arrival: dict[str, tuple[int, int]] = {}
     returned: set[str] = set()
     late: frozenset[str] = frozenset()
@@ -206,18 +225,17 @@ def check_order(trace: Trace) -> CheckResult:
     waiting: set[str] = set()
     back: list[str] = []
     all_in_step: int | None = None
-    for event in trace.of(Arrived, PriorityChanged, PlanApplied, Preempted, Resumed):
+    for event in trace.of(Arrived, PlanApplied, Preempted, Resumed):
         if isinstance(event, Arrived):
             arrival[event.request] = (event.priority, len(arrival))
-        elif isinstance(event, PriorityChanged):
-            _, index = arrival.get(event.request, (0, len(arrival)))
-            arrival[event.request] = (event.priority, index)
         elif isinstance(event, PlanApplied):
             if event.action.startswith(PREEMPT_ALL):
                 all_in_step = event.step
                 group, waiting, back = [], set(), []
                 late = frozenset(returned)
         elif isinstance(event, Preempted):
+            if event.request in changed:
+                continue
             if event.step == all_in_step and event.reason == "forced":
                 group.append(event.request)
                 waiting.add(event.request)

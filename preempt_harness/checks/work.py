@@ -14,12 +14,13 @@ new, only the width of three numbers per sequence (1 to 5 bytes each) may change
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
 from preempt_harness.checks._accounting_counters import TalliedTrial
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
+from preempt_harness.checks.progress import steps_ahead
 from preempt_harness.checks.tables import SchedulerTables, num_blocks_for
 from preempt_harness.checks.trace import Batch, DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
@@ -176,7 +177,7 @@ def check_vain(trace: Trace) -> CheckResult:
     ended.
     """
     listing = Listing()
-    if trace.header.config.get("async_scheduling"):
+    if steps_ahead(trace.header):
         return listing.result("work", "victims")
     tables = SchedulerTables()
     steps: dict[int, _Taking] = {}
@@ -231,7 +232,7 @@ def _takes_away(event: Batch) -> TypeGuard[Preempted | Aborted | PlanApplied]:
 
 def check_bytes(trace: Trace) -> CheckResult:
     """What a step sends to a worker grows with what is new, not with the context."""
-    judge = _Bytes()
+    judge = _Bytes(steps_ahead(trace.header))
     for event in trace.batches:
         judge.take(event)
     return judge.listing.result("work", "bytes")
@@ -249,13 +250,15 @@ class _Message:
 
 
 class _Bytes:
-    def __init__(self) -> None:
+    def __init__(self, num_ahead: int) -> None:
         self.listing = Listing()
         self._known: Counter[str] = Counter()
         self._admitted: set[str] = set()
+        self._drafted: set[str] = set()  # some of their ids may have to be cut off again
         self._new_blocks: Counter[str] = Counter()  # granted, and told when it is scheduled
         self._untold: set[str] = set()  # dropped or forked since the last message
-        self._drafted: set[str] = set()  # some of their ids may have to be cut off again
+        # The same of messages before; a step that is decided ahead tells of it later.
+        self._late: deque[set[str]] = deque(maxlen=1 + num_ahead)
         self._messages: dict[int, _Message] = {}
         self._sent: dict[int, list[StepSent]] = {}
         self._least: dict[tuple[int, int], StepSent] = {}
@@ -291,11 +294,13 @@ class _Bytes:
             message.num_ids += 2 * len(event.pairs)
             message.steady = False
         elif isinstance(event, StepSent):
+            first = event.step not in self._sent
             self._sent.setdefault(event.step, []).append(event)
-            if self._untold:
-                message.news |= self._untold
-                message.steady = False
+            if first:
+                self._late.append(self._untold)
                 self._untold = set()
+                message.news |= set().union(*self._late)
+                message.steady &= not message.news
         elif isinstance(event, StepDone):
             for sent in self._sent.pop(event.step, []):
                 self._judge(sent, message)

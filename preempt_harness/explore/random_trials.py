@@ -114,8 +114,9 @@ def _limited(
         kept = [item for item in workload.operations if item.kind != "set_priority"]
         workload = msgspec.structs.replace(workload, operations=kept)
     branches = max(request.sampling.num_sequences for request in workload.requests)
-    urgent = any(request.priority for request in workload.requests)
-    urgent |= any(operation.kind == "set_priority" for operation in workload.operations)
+    urgent = any(request.priority for request in workload.requests) or any(
+        operation.kind == "set_priority" for operation in workload.operations
+    )
     settings = msgspec.structs.replace(
         settings,
         max_num_seqs=max(settings.max_num_seqs, branches),

@@ -173,6 +173,13 @@ def test_unreachable_pairs_are_these() -> None:
             if phase != "decode"
             for value in DIMENSIONS["accepted"]
         ),
+        *(
+            ((name, value), ("ahead", depth))
+            for name in ("drafts", "accepted")
+            for value in DIMENSIONS[name]
+            if value != "off"
+            for depth in ("1", "2")
+        ),
     }
 
 
