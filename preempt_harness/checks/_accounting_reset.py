@@ -7,6 +7,17 @@ from preempt_harness.checks.trace import ComputedRows, Trace
 from preempt_harness.record import BlocksAllocated, BlocksCopied, CacheReset, SwappedIn
 
 
+def resets_parts(trace: Trace) -> tuple[CheckResult, ...]:
+    """The check where anything was reset; a plain word where the engine does not show it."""
+    if trace.has(CacheReset):
+        return (check_resets(trace),)
+    asked = any(item.kind.startswith("reset") for item in trace.workload.operations)
+    if not asked or trace.sees("CacheReset"):
+        return ()
+    reason = f"{trace.header.engine} does not show CacheReset"
+    return (CheckResult(check="accounting", part="resets", not_observable=reason),)
+
+
 def check_resets(trace: Trace) -> CheckResult:
     """No hit on a block that was last written before the latest reset.
 

@@ -28,7 +28,7 @@ from preempt_harness.checks import (
 from preempt_harness.checks.finding import CheckResult, Finding, why_not_observed
 from preempt_harness.checks.tokens import Tolerance
 from preempt_harness.checks.trace import Trace
-from preempt_harness.record import CacheReset, TrialRecord
+from preempt_harness.record import TrialRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,10 +266,7 @@ PARTS = (
     Part(
         check="accounting",
         part="resets",
-        needs=frozenset({"BlocksAllocated", "Computed"}),
-        judge=lambda trace, options: (
-            (_accounting_reset.check_resets(trace),) if trace.has(CacheReset) else ()
-        ),
+        judge=lambda trace, options: _accounting_reset.resets_parts(trace),
     ),
     Part(
         check="work",

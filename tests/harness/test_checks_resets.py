@@ -1,0 +1,61 @@
+"""Cache resets: what was computed before one must not be found after it."""
+
+from __future__ import annotations
+
+import pytest
+
+from preempt_harness.adapters.embedded import EmbeddedAdapter
+from preempt_harness.checks import Code, run_checks
+from preempt_harness.faults import fault_named, plant
+from preempt_harness.harness import PreemptHarness
+from preempt_harness.record import BlocksAllocated, CacheReset, TrialRecord
+from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
+
+
+def run(kind: str = "reset_prefix_cache") -> TrialRecord:
+    """A victim waits through a reset, and comes back."""
+    harness = PreemptHarness(EmbeddedAdapter(), {"model": "exact", "block_size": 4})
+    workload = Workload(
+        requests=[
+            RequestSpec(
+                id="r0",
+                prompt_token_ids=list(range(4, 20)),
+                sampling=SamplingSpec(max_tokens=12),
+            )
+        ],
+        operations=[Operation(kind=kind, step=8)],
+    )
+    return harness.run(workload, plan="preempt:r0@step=6/squeeze:all@6..10").record
+
+
+def resets(record: TrialRecord) -> list[tuple[str, int | None, str | None]]:
+    findings = run_checks(record, ["accounting"]).findings
+    return [(str(found.code), found.step, found.sequence) for found in findings]
+
+
+@pytest.mark.parametrize("kind", ["reset_prefix_cache", "reset_running_requests"])
+def test_a_reset_that_is_kept_is_no_finding(kind: str) -> None:
+    record = run(kind)
+    assert resets(record) == []
+    assert run_checks(record).counted["accounting/resets: resets judged"] == 1
+
+
+def test_a_reset_that_is_skipped_is_found_at_the_next_hit() -> None:
+    with plant(fault_named("reset-refused-while-preempted")):
+        record = run()
+    (first, *_) = resets(record)
+    resumed = next(
+        event.step
+        for event in record.events
+        if isinstance(event, BlocksAllocated) and event.step > 8
+    )
+    assert first == (Code.ACC_RESET, resumed, "r0.0")
+
+
+def test_an_engine_that_does_not_show_resets_is_not_observable() -> None:
+    record = run()
+    record.events = [event for event in record.events if not isinstance(event, CacheReset)]
+    observed = [name for name in record.header.observed if name != "CacheReset"]
+    record.header.observed[:] = observed
+    reasons = run_checks(record, ["accounting"]).not_observable
+    assert reasons["accounting/resets"] == "embedded does not show CacheReset"
