@@ -68,6 +68,17 @@ class BlocksAllocated(Event, frozen=True):
     num_cached: int = 0
 
 
+class BlocksReplaced(Event, frozen=True):
+    """Entries of a sequence's table now name other blocks, which hold the same tokens already.
+
+    One reference to each old block is given up, and one to each new one taken.
+    """
+
+    seq: str
+    indices: list[int]
+    blocks: list[int]
+
+
 class BlocksFreed(Event, frozen=True):
     """A sequence gave up one reference to each of these blocks."""
 
@@ -289,6 +300,7 @@ AnyEvent = (
     | PriorityChanged
     | Scheduled
     | BlocksAllocated
+    | BlocksReplaced
     | BlocksFreed
     | BlocksCopied
     | Forked

@@ -268,6 +268,11 @@ def _engine_features(trial: Trial) -> set[str]:
     asked = {
         protocol.PRIORITY: settings.scheduling_policy != "fcfs",
         protocol.QUEUE_LIMIT: settings.max_waiting_requests is not None,
+        protocol.SAMPLING: any(spec.temperature > 0 for spec in specs),
+        protocol.LOGPROBS: any(spec.logprobs is not None for spec in specs),
+        protocol.STOP_STRINGS: any(spec.stop for spec in specs),
+        protocol.STOP_TOKENS: any(spec.stop_token_ids for spec in specs),
+        protocol.MIN_TOKENS: any(spec.min_tokens for spec in specs),
         protocol.PARALLEL_SAMPLING: any(spec.n > 1 for spec in specs),
         protocol.BEAM_SEARCH: any(spec.beam is not None for spec in specs),
         protocol.PROMPT_LOGPROBS: any(spec.prompt_logprobs is not None for spec in specs),

@@ -33,6 +33,8 @@ CHUNKED_PREFILL = "chunked_prefill"
 SAMPLING = "sampling"  # temperature, top-k, top-p, seed
 LOGPROBS = "logprobs"
 STOP_STRINGS = "stop_strings"
+STOP_TOKENS = "stop_tokens"
+MIN_TOKENS = "min_tokens"
 TEXT = "text"
 BLOCK_SIZE = "block_size"  # any block size; otherwise `block_sizes` of the adapter
 BLOCK_REUSE_ORDER = "block_reuse_order"
@@ -70,6 +72,8 @@ CAPABILITIES = frozenset(
         SAMPLING,
         LOGPROBS,
         STOP_STRINGS,
+        STOP_TOKENS,
+        MIN_TOKENS,
         TEXT,
         BLOCK_SIZE,
         BLOCK_REUSE_ORDER,

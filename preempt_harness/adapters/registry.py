@@ -17,6 +17,10 @@ DEFAULT_ADAPTER = "embedded"
 
 _SHIPPED = {
     "embedded": "preempt_harness.adapters.embedded:EmbeddedAdapter",
+    "transformers-cb": "preempt_harness.adapters.transformers_cb:TransformersAdapter",
+    "transformers-cb-threaded": (
+        "preempt_harness.adapters.transformers_cb:ThreadedTransformersAdapter"
+    ),
 }
 
 

@@ -11,6 +11,7 @@ from preempt_harness.record import (
     Arrived,
     BlocksAllocated,
     BlocksFreed,
+    BlocksReplaced,
     EngineError,
     Finished,
     Forked,
@@ -92,6 +93,8 @@ def _follow(tables: SchedulerTables, event: object) -> None:
         tables.allocate(event)
     elif isinstance(event, BlocksFreed):
         tables.free(event)
+    elif isinstance(event, BlocksReplaced):
+        tables.replace(event)
     elif isinstance(event, Forked):
         tables.fork(event)
 

@@ -11,6 +11,7 @@ from preempt_harness.record import (
     Arrived,
     BlocksAllocated,
     BlocksFreed,
+    BlocksReplaced,
     Event,
     Finished,
     Forked,
@@ -58,6 +59,8 @@ class _Preemptions:
             self._tables.free(event)
             if request_of(event.seq) not in self._away:
                 self._freed_in[request_of(event.seq)] = event.step
+        elif isinstance(event, BlocksReplaced):
+            self._tables.replace(event)
         elif isinstance(event, Forked):
             self._tables.fork(event)
             self._branched.add(request_of(event.parent))

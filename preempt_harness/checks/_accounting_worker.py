@@ -15,6 +15,7 @@ from preempt_harness.record import (
     BlocksAllocated,
     BlocksCopied,
     BlocksFreed,
+    BlocksReplaced,
     Computed,
     Forked,
     Scheduled,
@@ -110,6 +111,8 @@ def check_worker_tables(record: TrialRecord) -> CheckResult:
             tables.allocate(event)
         elif isinstance(event, BlocksFreed):
             tables.free(event)
+        elif isinstance(event, BlocksReplaced):
+            tables.replace(event)
         elif isinstance(event, Forked):
             tables.fork(event)
         elif isinstance(event, Scheduled):

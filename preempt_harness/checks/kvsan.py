@@ -31,6 +31,7 @@ from preempt_harness.record import (
     BlocksAllocated,
     BlocksFreed,
     BlocksPoisoned,
+    BlocksReplaced,
     Computed,
     EngineError,
     Event,
@@ -113,6 +114,7 @@ class KVSan:
         if self._tables is not None:
             self._handlers[Scheduled] = self._tables.schedule
             self._handlers[BlocksAllocated] = self._allocated
+            self._handlers[BlocksReplaced] = self._tables.replace
             self._handlers[BlocksFreed] = self._freed
 
     @property

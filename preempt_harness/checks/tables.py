@@ -12,7 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from preempt_harness.record import BlocksAllocated, BlocksFreed, Forked, Scheduled
+from preempt_harness.record import (
+    BlocksAllocated,
+    BlocksFreed,
+    BlocksReplaced,
+    Forked,
+    Scheduled,
+)
 
 SHARED = -1
 """In `Lease.born`: the sequence did not get the block fresh, it shares somebody's content."""
@@ -98,6 +104,20 @@ class SchedulerTables:
             if event.seq in self._scheduled.get(event.step, ()):
                 self._scheduled[event.step][event.seq] = changed  # a block replaced in its step
         return foreign
+
+    def replace(self, event: BlocksReplaced) -> None:
+        """Entries name other blocks, which somebody else filled."""
+        lease = self.leases.get(event.seq)
+        if lease is None:
+            return
+        blocks, born = list(lease.blocks), dict(lease.born)
+        for index, block in zip(event.indices, event.blocks, strict=True):
+            old, blocks[index] = blocks[index], block
+            born.pop(old, None)
+            born[block] = SHARED
+            self.refs[block] = self.refs.get(block, 0) + 1
+            self._drop(old)
+        self.leases[event.seq] = Lease(lease.seq, lease.step, blocks, born, lease.num_cached)
 
     def fork(self, event: Forked) -> None:
         """The child shares the parent's blocks; from now on neither may write to them."""

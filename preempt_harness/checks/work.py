@@ -27,6 +27,7 @@ from preempt_harness.record import (
     BlocksCopied,
     BlocksFreed,
     BlocksPoisoned,
+    BlocksReplaced,
     Event,
     Forked,
     PlanApplied,
@@ -186,6 +187,8 @@ def check_vain(record: TrialRecord) -> CheckResult:
                 swapping.add(event.step)
         elif isinstance(event, BlocksFreed):
             tables.free(event)
+        elif isinstance(event, BlocksReplaced):
+            tables.replace(event)
         elif isinstance(event, Forked):
             tables.fork(event)
     for step, taking in steps.items():

@@ -1,0 +1,456 @@
+"""Watches transformers' continuous batching from inside: wraps its methods, changes none of them.
+
+Every wrapper calls the original and reports what it saw. The scheduler's view comes from scheduler,
+cache and offloading manager; the worker's from the keyword arguments of the model's forward call,
+which are what the attention layers write and read by.
+
+Block ids of the record start at 0: the engine's first two sectors are trash that no request gets.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from preempt_harness import record
+from preempt_harness.record import AnyEvent
+from preempt_harness.workload import RequestSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_CHILD = "__child#"  # between a request's name and the number of a further output
+
+EVENT_NAMES = (
+    "Arrived",
+    "Scheduled",
+    "BlocksAllocated",
+    "BlocksReplaced",
+    "BlocksFreed",
+    "BlocksCopied",
+    "Forked",
+    "Preempted",
+    "Resumed",
+    "Finished",
+    "Aborted",
+    "PoolCounts",
+    "PoolState",
+    "StepLaunched",
+    "StepDone",
+    "Computed",
+    "WorkerCopied",
+    "TokensDelivered",
+)
+
+
+class UnreadableIndexError(RuntimeError):
+    """The forward call's cache indices are not those of a block table."""
+
+
+def sequence_name(engine_id: str) -> str:
+    """The record's name of a sequence; the engine calls the outputs of "r0" "r0", "r0__child#0"."""
+    request, _, child = engine_id.partition(_CHILD)
+    return f"{request}.{int(child) + 1 if child else 0}"
+
+
+def engine_ids(request: str, num_outputs: int) -> list[str]:
+    """Inverse of `sequence_name`: the engine's names for all outputs of a request."""
+    return [request, *(f"{request}{_CHILD}{index}" for index in range(num_outputs - 1))]
+
+
+@dataclass(slots=True)
+class _Stay:
+    """One sequence since it was last admitted."""
+
+    num_steps: int = 0
+    num_chunks: int = 0
+    is_return: bool = False
+
+
+class BatchObserver:
+    """Events of one batch processor.
+
+    Args:
+        processor: transformers' `ContinuousBatchProcessor`, with one full-attention cache.
+        model: whose forward calls it makes.
+
+    Attributes:
+        step: number of the step that runs, or runs next.
+        forcing: a preemption comes from the harness.
+        requests: what was submitted, by name.
+        aborted: what the engine had generated for those that it cancelled.
+        sink: takes the events before each forward pass, if set.
+    """
+
+    def __init__(self, processor: Any, model: nn.Module) -> None:
+        self.step = 0
+        self.forcing = False
+        self.requests: dict[str, RequestSpec] = {}
+        self.aborted: dict[str, Any] = {}
+        self.sink: Callable[[Sequence[AnyEvent]], None] | None = None
+        self._processor = processor
+        (self._allocator,) = processor.cache.cache_allocators.values()
+        self._page: int = self._allocator.tokens_per_page
+        pool = processor.cache.pool
+        self._first_block: int = pool.num_reserved_sectors * self._allocator.blocks_per_sector
+        self._events: deque[AnyEvent] = deque()
+        self._tables: dict[str, list[int]] = {}
+        self._stays: dict[str, _Stay] = {}
+        self._away: set[str] = set()
+        self._num_delivered: Counter[str] = Counter()
+        self._num_ended: Counter[str] = Counter()
+        self._is_scheduled = False
+        self._wrap_all()
+        self._hooks = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(lambda *_: self.emit(record.StepDone(step=self.step))),
+        ]
+
+    def emit(self, event: AnyEvent) -> None:
+        """Add an event."""
+        self._events.append(event)
+
+    def take_events(self) -> list[AnyEvent]:
+        """Everything since the last call; another thread may go on adding."""
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def detach(self) -> None:
+        """Leave the model alone; it is used by the next session."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def end_step(self) -> None:
+        """The step is over."""
+        self.record_pool()
+        self.step += 1
+        self._is_scheduled = False
+
+    # Wrapping -----------------------------------------------------------------------------------
+
+    def _wrap_all(self) -> None:
+        processor = self._processor
+        cache, scheduler = processor.cache, processor.scheduler
+        self._wrap(scheduler, "schedule_batch", self._schedule_batch)
+        self._wrap(scheduler, "clear_cancelled_requests", self._cancel)
+        self._wrap(processor.output_router, "deliver", self._deliver)
+        self._wrap(processor.output_router, "deliver_batch", self._deliver_batch)
+        self._wrap(cache, "free_blocks", self._release)
+        self._wrap(cache, "perform_cache_copy", self._copy)
+        self._wrap(self._allocator, "allocate_cache_to_request", self._allocate)
+        self._wrap(self._allocator, "acquire_prefix_blocks", self._share)
+        self._wrap(self._allocator, "mark_complete_blocks", self._deduplicate)
+        self._wrap(self._allocator, "fork_blocks", self._fork)
+        self._wrap(self._allocator, "free_blocks", self._free)
+
+    @staticmethod
+    def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+        setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+
+    # Scheduler ----------------------------------------------------------------------------------
+
+    def _schedule_batch(self, original: Callable[..., Any], *args: Any) -> Any:
+        result = original(*args)
+        for future in result[0] or ():
+            state = future.state
+            start = state.position_offset
+            stay = self._stays.setdefault(state.request_id, _Stay())
+            stay.num_steps += 1
+            stay.num_chunks += start < len(state.initial_tokens)
+            self.emit(
+                record.Scheduled(
+                    step=self.step,
+                    seq=sequence_name(state.request_id),
+                    start=start,
+                    end=start + future.query_length,
+                )
+            )
+        self._is_scheduled = bool(result[0])
+        return result
+
+    def _release(self, original: Callable[..., Any], engine_id: str, no_cache: bool = False) -> Any:
+        """Only an offload gives blocks up uncached: its victim keeps its place in a queue."""
+        table = self._allocator.block_table.get(engine_id)
+        if no_cache and table:
+            state = self._processor.scheduler.active_requests[engine_id]
+            self.emit(self._preempted(state))
+            self._away.add(engine_id)
+        return original(engine_id, no_cache)
+
+    def _preempted(self, state: Any) -> AnyEvent:
+        seq = sequence_name(state.request_id)
+        return record.Preempted(
+            step=self._step_of_change(),
+            request=seq.rpartition(".")[0],
+            mode="recompute",
+            phase=self._phase(state),
+            reason="forced" if self.forcing else "out_of_blocks",
+            num_computed_tokens=state.position_offset,
+            num_tokens=len(state.initial_tokens) + len(state.generated_tokens),
+        )
+
+    def _step_of_change(self) -> int:
+        """Once a batch is scheduled, victims are taken for the sake of the next one."""
+        return self.step + self._is_scheduled
+
+    def _phase(self, state: Any) -> str:
+        stay = self._stays.get(state.request_id, _Stay())
+        if stay.is_return and stay.num_steps <= 1:
+            return "just_resumed"
+        num_left = len(state.initial_tokens) - state.position_offset
+        if num_left > self._processor.max_batch_tokens:
+            return "prefill_first" if stay.num_chunks <= 1 else "prefill_middle"
+        if num_left > 0:
+            return "prefill_last"
+        num_prompt = state._true_initial_tokens or len(state.initial_tokens)
+        num_outputs = len(state.initial_tokens) - num_prompt + len(state.generated_tokens)
+        return "first_decode" if num_outputs == 1 else "decode"
+
+    # Blocks -------------------------------------------------------------------------------------
+
+    def _ids(self, blocks: Sequence[int]) -> list[int]:
+        return [block - self._first_block for block in blocks]
+
+    def _admit(self, engine_id: str, num_cached_tokens: int) -> None:
+        """A sequence gets its first blocks."""
+        self._stays[engine_id] = _Stay(is_return=engine_id in self._away)
+        if engine_id in self._away:
+            self._away.discard(engine_id)
+            request = sequence_name(engine_id).rpartition(".")[0]
+            self.emit(record.Resumed(self.step, request, num_cached_tokens))
+
+    def _allocate(
+        self, original: Callable[..., Any], engine_id: str, past: int, length: int
+    ) -> None:
+        before = len(self._allocator.block_table.get(engine_id, ()))
+        if not before:
+            self._admit(engine_id, 0)
+        original(engine_id, past, length)
+        new = self._allocator.block_table[engine_id][before:]
+        if new:
+            seq = sequence_name(engine_id)
+            self.emit(record.BlocksAllocated(self.step, seq, self._ids(new)))
+
+    def _share(
+        self, original: Callable[..., Any], engine_id: str, prefix: int, blocks: list[int]
+    ) -> None:
+        self._admit(engine_id, prefix)
+        original(engine_id, prefix, blocks)
+        shared = self._ids(self._allocator.block_table[engine_id])
+        seq = sequence_name(engine_id)
+        self.emit(record.BlocksAllocated(self.step, seq, shared, num_cached=len(shared)))
+
+    def _deduplicate(self, original: Callable[..., Any], engine_id: str, *args: Any) -> None:
+        """A block whose content is in the cache already is given up for the one there."""
+        before = list(self._allocator.block_table[engine_id])
+        original(engine_id, *args)
+        after = self._allocator.block_table[engine_id]
+        changed = [index for index, block in enumerate(before) if after[index] != block]
+        if changed:
+            self.emit(
+                record.BlocksReplaced(
+                    step=self.step,
+                    seq=sequence_name(engine_id),
+                    indices=changed,
+                    blocks=self._ids([after[index] for index in changed]),
+                )
+            )
+
+    def _fork(self, original: Callable[..., Any], source: str, target: str, past: int) -> Any:
+        copied, fresh = original(source, target, past)
+        parent, child = sequence_name(source), sequence_name(target)
+        self._stays[target] = _Stay()
+        self.emit(record.Forked(self.step, parent, child))
+        if fresh:
+            self.emit(record.BlocksAllocated(self.step, child, self._ids(fresh)))
+            self.emit(record.BlocksFreed(self.step, child, self._ids(copied)))
+        return copied, fresh
+
+    def _copy(self, original: Callable[..., Any], pairs_of: dict[str, Any]) -> None:
+        """Copies are made after the step that forked, and belong to the next."""
+        for sources, targets in pairs_of.values():
+            pairs = list(zip(self._ids(sources), self._ids(targets), strict=True))
+            if pairs:
+                self.emit(record.BlocksCopied(self.step + 1, pairs))
+                self.emit(record.WorkerCopied(self.step + 1, 0, pairs))
+        original(pairs_of)
+
+    def _free(self, original: Callable[..., Any], engine_id: str, no_cache: bool = False) -> None:
+        blocks = list(self._allocator.block_table.get(engine_id, ()))
+        original(engine_id, no_cache)
+        if blocks:
+            step = self._step_of_change() if no_cache else self.step
+            self.emit(record.BlocksFreed(step, sequence_name(engine_id), self._ids(blocks)))
+
+    def record_pool(self) -> None:
+        """Sizes and raw content of the pool and the queues."""
+        pool, allocator = self._processor.cache.pool, self._allocator
+        scheduler = self._processor.scheduler
+        per_sector = allocator.blocks_per_sector
+        free = [
+            block
+            for sector in pool.free_sectors
+            for block in range(sector * per_sector, (sector + 1) * per_sector)
+        ]
+        free += [block for tree in pool._free_blocks[0].trees.values() for block in tree]
+        cached = list(allocator.ledger.cached_blocks)
+        tables = {sequence_name(key): self._ids(t) for key, t in allocator.block_table.items() if t}
+        used = {block for table in allocator.block_table.values() for block in table}
+        shared = allocator.ledger.shared_ref_counts
+        self.emit(
+            record.PoolCounts(
+                self.step, allocator.num_blocks, len(free), len(cached), used=len(used)
+            )
+        )
+        self.emit(
+            record.PoolState(
+                step=self.step,
+                num_blocks=allocator.num_blocks,
+                free=self._ids(free),
+                cached=self._ids(cached),
+                held=[],
+                fenced=[],
+                ref_counts={b - self._first_block: shared.get(b, 1) for b in sorted(used)},
+                tables=tables,
+                waiting=_requests(scheduler.waiting_requests),
+                running=_requests(scheduler.active_requests),
+            )
+        )
+
+    # Delivery -----------------------------------------------------------------------------------
+
+    def _deliver(self, original: Callable[..., None], output: Any) -> None:
+        self._report(output)
+        original(output)
+
+    def _deliver_batch(self, original: Callable[..., None], outputs: list[Any]) -> None:
+        for output in outputs:
+            self._report(output)
+        original(outputs)
+
+    def _report(self, output: Any) -> None:
+        """Every output has all tokens of its sequence: what is new is what reaches the user."""
+        seq = sequence_name(output.request_id)
+        request = seq.rpartition(".")[0]
+        seen = self._num_delivered[seq]
+        new = output.generated_tokens[seen:]
+        spec = self.requests[request]
+        if new:
+            self._num_delivered[seq] += len(new)
+            logprobs = logprobs_of(output, seen) if spec.sampling.logprobs is not None else None
+            self.emit(record.TokensDelivered(self.step, seq, list(new), logprobs))
+        if output.is_finished():
+            self._num_ended[request] += 1
+            if self._num_ended[request] == spec.sampling.n:
+                self.emit(record.Finished(self.step, request, finish_reason(output, spec)))
+
+    def _cancel(self, original: Callable[..., list[Any]]) -> list[Any]:
+        """The engine hands nothing over for a request that it cancels."""
+        states = original()
+        for state in states:
+            request = sequence_name(state.request_id).rpartition(".")[0]
+            if request not in self.aborted:
+                self.emit(record.Aborted(self.step, request))
+            self.aborted.setdefault(request, []).append(state.to_generation_output())
+        return states
+
+    # Worker -------------------------------------------------------------------------------------
+
+    def _before_forward(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("cache") is not self._processor.cache:
+            return  # a plain forward pass, to score
+        self.emit(record.StepLaunched(step=self.step))
+        (layer_type,) = kwargs["cu_seq_lens_k"]
+        ends = kwargs["cu_seq_lens_q"].tolist()
+        read_ends = kwargs["cu_seq_lens_k"][layer_type].tolist()
+        token_ids = kwargs["input_ids"][0].tolist()
+        positions = kwargs["position_ids"][0].tolist()
+        written = kwargs["write_index"][0].tolist()
+        read = kwargs["read_index"][0].tolist()
+        batch = self._processor.inputs_and_outputs.requests_in_batch
+        for index, future in enumerate(batch):
+            row = slice(ends[index], ends[index + 1])
+            slots = [self._slot(place) for place in written[row]]
+            # With nothing in the cache to read, attention sees the tokens of this step alone.
+            span = slice(read_ends[index], read_ends[index + 1])
+            seen = [self._slot(place) for place in read[span]] if read else slots
+            self._emit_row(future.state.request_id, positions[row], token_ids[row], slots, seen)
+        if self.sink is not None:
+            self.sink(self.take_events())
+
+    def _slot(self, place: int) -> int:
+        """A row of the cache tensor as block * block size + offset."""
+        block, offset = divmod(place, self._allocator.block_physical_stride)
+        if offset >= self._page:
+            raise UnreadableIndexError(f"cache index {place} is no key of a layer's first page")
+        return (block - self._first_block) * self._page + offset
+
+    def _emit_row(
+        self,
+        engine_id: str,
+        positions: list[int],
+        token_ids: list[int],
+        written: list[int],
+        seen: list[int],
+    ) -> None:
+        seq = sequence_name(engine_id)
+        start = positions[0] if positions else 0
+        if positions != list(range(start, start + len(positions))):
+            raise UnreadableIndexError(f"{seq}: positions {positions} are not consecutive")
+        table = [slot // self._page for slot in seen[:: self._page]]
+        for position, slot in enumerate(seen):
+            block, offset = divmod(position, self._page)
+            if slot != table[block] * self._page + offset:
+                raise UnreadableIndexError(
+                    f"{seq}: position {position} is read from slot {slot}, which fits no table"
+                )
+        before = self._tables.get(seq, [])
+        self._tables[seq] = table
+        keep = _common_length(before, table)
+        self.emit(
+            record.Computed(
+                step=self.step,
+                rank=0,
+                seq=seq,
+                start=start,
+                token_ids=token_ids,
+                written_slots=written,
+                table_keep=keep,
+                table_new=table[keep:],
+                read_len=len(seen),
+            )
+        )
+
+
+def logprobs_of(output: Any, start: int = 0) -> list[dict[int, float]]:
+    """Log probabilities from an output token on: the engine gives those of chosen tokens only."""
+    pairs = zip(output.generated_tokens[start:], output.logprobs[start:], strict=False)
+    return [{token_id: logprob} for token_id, logprob in pairs]
+
+
+def finish_reason(output: Any, spec: RequestSpec) -> str:
+    """Why an output ended; the engine does not say."""
+    if output.error is not None:
+        return "error"
+    stopped = output.generated_tokens[-1:] and output.generated_tokens[-1] in stop_ids(spec)
+    return "stop" if stopped else "length"
+
+
+def stop_ids(spec: RequestSpec) -> list[int]:
+    """Token ids that end a request."""
+    return list(spec.sampling.stop_token_ids)
+
+
+def _requests(engine_ids_: Any) -> list[str]:
+    """Requests of a queue, each once: the engine queues every output for itself."""
+    return list(dict.fromkeys(sequence_name(key).rpartition(".")[0] for key in engine_ids_))
+
+
+def _common_length(before: list[int], after: list[int]) -> int:
+    """How many leading entries two tables share."""
+    for index, (old, new) in enumerate(zip(before, after, strict=False)):
+        if old != new:
+            return index
+    return min(len(before), len(after))
