@@ -78,6 +78,8 @@ class RequestViews:
                     self._chosen(event)
                 case TokensDelivered():
                     self._delivered(event)
+                case Preempted() | Resumed() if event.seq and not event.seq.endswith(".0"):
+                    pass  # of another branch than the first
                 case Preempted():
                     self._preempted(event)
                 case Resumed():

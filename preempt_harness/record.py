@@ -124,7 +124,8 @@ class Preempted(Event, frozen=True):
     """A request that held blocks lost them before it finished.
 
     `mode` is "recompute" or "swap"; `phase` one of `PHASES`; `reason` "out_of_blocks", "priority"
-    (for a more urgent request) or "forced" (or what a foreign engine says).
+    (for a more urgent request) or "forced" (or what a foreign engine says). `seq` is the one branch
+    that lost its blocks, where an engine preempts branches one by one; "" means all of them.
     """
 
     request: str
@@ -133,13 +134,18 @@ class Preempted(Event, frozen=True):
     reason: str
     num_computed_tokens: int
     num_tokens: int
+    seq: str = ""
 
 
 class Resumed(Event, frozen=True):
-    """A preempted request runs again, `num_cached_tokens` of it found in the prefix cache."""
+    """A preempted request runs again, `num_cached_tokens` of it found in the prefix cache.
+
+    `seq` as in `Preempted`.
+    """
 
     request: str
     num_cached_tokens: int
+    seq: str = ""
 
 
 class Finished(Event, frozen=True):

@@ -51,6 +51,7 @@ class TransformersAdapter:
             protocol.PREFIX_CACHING,
             protocol.CHUNKED_PREFILL,
             protocol.LOGPROBS,
+            protocol.PARALLEL_SAMPLING,
             protocol.STOP_TOKENS,
         }
     )

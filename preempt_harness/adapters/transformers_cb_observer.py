@@ -102,6 +102,7 @@ class BatchObserver:
         self._num_delivered: Counter[str] = Counter()
         self._num_ended: Counter[str] = Counter()
         self._is_scheduled = False
+        self._has_changed = False
         self._wrap_all()
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -111,6 +112,7 @@ class BatchObserver:
     def emit(self, event: AnyEvent) -> None:
         """Add an event."""
         self._events.append(event)
+        self._has_changed = True
 
     def take_events(self) -> list[AnyEvent]:
         """Everything since the last call; another thread may go on adding."""
@@ -123,7 +125,8 @@ class BatchObserver:
 
     def end_step(self) -> None:
         """The step is over."""
-        self.record_pool()
+        if self._has_changed:
+            self.record_pool()
         self.step += 1
         self._is_scheduled = False
 
@@ -189,6 +192,7 @@ class BatchObserver:
             reason="forced" if self.forcing else "out_of_blocks",
             num_computed_tokens=state.position_offset,
             num_tokens=len(state.initial_tokens) + len(state.generated_tokens),
+            seq=seq,
         )
 
     def _step_of_change(self) -> int:
@@ -218,8 +222,9 @@ class BatchObserver:
         self._stays[engine_id] = _Stay(is_return=engine_id in self._away)
         if engine_id in self._away:
             self._away.discard(engine_id)
-            request = sequence_name(engine_id).rpartition(".")[0]
-            self.emit(record.Resumed(self.step, request, num_cached_tokens))
+            seq = sequence_name(engine_id)
+            request = seq.rpartition(".")[0]
+            self.emit(record.Resumed(self.step, request, num_cached_tokens, seq))
 
     def _allocate(
         self, original: Callable[..., Any], engine_id: str, past: int, length: int
@@ -299,6 +304,8 @@ class BatchObserver:
         tables = {sequence_name(key): self._ids(t) for key, t in allocator.block_table.items() if t}
         used = {block for table in allocator.block_table.values() for block in table}
         shared = allocator.ledger.shared_ref_counts
+        waiting = _requests(scheduler.waiting_requests)
+        running = _requests(scheduler.active_requests)
         self.emit(
             record.PoolCounts(
                 self.step, allocator.num_blocks, len(free), len(cached), used=len(used)
@@ -314,10 +321,11 @@ class BatchObserver:
                 fenced=[],
                 ref_counts={b - self._first_block: shared.get(b, 1) for b in sorted(used)},
                 tables=tables,
-                waiting=_requests(scheduler.waiting_requests),
-                running=_requests(scheduler.active_requests),
+                waiting=[name for name in waiting if name not in running],
+                running=running,
             )
         )
+        self._has_changed = False
 
     # Delivery -----------------------------------------------------------------------------------
 

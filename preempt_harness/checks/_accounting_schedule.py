@@ -57,7 +57,7 @@ class _Preemptions:
             self._tables.allocate(event)
         elif isinstance(event, BlocksFreed):
             self._tables.free(event)
-            if request_of(event.seq) not in self._away:
+            if self._away_since(event.seq) is None:
                 self._freed_in[request_of(event.seq)] = event.step
         elif isinstance(event, BlocksReplaced):
             self._tables.replace(event)
@@ -71,7 +71,7 @@ class _Preemptions:
         elif isinstance(event, Preempted):
             self._preempt(event)
         elif isinstance(event, Resumed | Finished | Aborted):
-            self._away.pop(event.request, None)
+            self._come_back(event)
             self._swapped.discard(event.request)
         elif isinstance(event, StepLaunched | StepDone):
             self._judge_away(event.step)
@@ -81,11 +81,22 @@ class _Preemptions:
 
     def _schedule(self, event: Scheduled) -> None:
         request = request_of(event.seq)
-        self._scheduled_in[request] = event.step
+        self._scheduled_in[request] = self._scheduled_in[event.seq] = event.step
         self._in_flight.setdefault(event.step, {})[event.seq] = event.end
         self._computed.setdefault(event.seq, set()).add(event.end)
-        if request in self._away:
-            self._report_scheduled(event.step, request, self._away[request])
+        preempted = self._away_since(event.seq)
+        if preempted is not None:
+            self._report_scheduled(event.step, request, preempted)
+
+    def _away_since(self, seq: str) -> int | None:
+        """The step in which the sequence, alone or with its request, was preempted."""
+        return self._away.get(seq, self._away.get(request_of(seq)))
+
+    def _come_back(self, event: Resumed | Finished | Aborted) -> None:
+        one = event.seq if isinstance(event, Resumed) else ""
+        for name in [one] if one else list(self._away):
+            if one or event.request in (name, request_of(name)):
+                self._away.pop(name, None)
 
     def _report_scheduled(self, step: int, request: str, preempted: int) -> None:
         self.listing.report(
@@ -99,7 +110,8 @@ class _Preemptions:
     def _preempt(self, event: Preempted) -> None:
         self.listing.count("preemptions judged")
         request = event.request
-        held = any(request_of(seq) == request for seq in self._tables.leases)
+        unit = event.seq or request
+        held = any(unit in (seq, request_of(seq)) for seq in self._tables.leases)
         if event.mode == "swap":
             self._swapped.add(request)
         elif request in self._swapped:  # what it has in host blocks can be taken away too
@@ -110,12 +122,12 @@ class _Preemptions:
                 Code.ACC_PREEMPTED_EMPTY,
                 event.step,
                 "it is preempted although it holds no blocks"
-                + (", being preempted already" if request in self._away else ""),
+                + (", being preempted already" if unit in self._away else ""),
                 request=request,
             )
-        if self._scheduled_in.get(request) == event.step:
+        if self._scheduled_in.get(unit) == event.step:
             self._report_scheduled(event.step, request, event.step)
-        self._away[request] = event.step
+        self._away[unit] = event.step
         if request not in self._branched:  # of several branches the event's figures are nobody's
             self._judge_figures(event)
 
@@ -144,7 +156,7 @@ class _Preemptions:
 
     def _judge_away(self, step: int) -> None:
         for seq, lease in self._tables.leases.items():
-            preempted = self._away.get(request_of(seq))
+            preempted = self._away_since(seq)
             if preempted is not None:
                 self.listing.report(
                     Code.ACC_PREEMPTED_KEEPS,

@@ -237,7 +237,7 @@ class KVSan:
             self._swapped.add(event.request)
         else:  # perhaps its host blocks
             self._swapped.discard(event.request)
-        for seq in self._branches.get(event.request, ()):
+        for seq in [event.seq] if event.seq else self._branches.get(event.request, ()):
             self._lose_blocks(seq)
 
     def _resumed(self, event: Resumed) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
 
@@ -34,6 +36,19 @@ def request(
         arrival_step=arrival_step,
         text=preempt.prompts.text_of(token_ids),
     )
+
+
+def require_mode(preempt: PreemptHarness, mode: str) -> None:
+    """Skip where the engine does not preempt in this way."""
+    if mode not in preempt.adapter.capabilities:
+        pytest.skip(f"engine {preempt.adapter.name} lacks {mode}")
+
+
+def drawn(preempt: PreemptHarness, seed: int) -> dict[str, Any]:
+    """Parameters by which branches differ; where the engine cannot sample, all are the same."""
+    if "sampling" not in preempt.adapter.capabilities:
+        return {}
+    return {"temperature": 1.0, "seed": seed}
 
 
 def companions(preempt: PreemptHarness, block: int, *, count: int = 2) -> list[RequestSpec]:

@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 
 from preempt_harness.harness import PreemptHarness
-from preempt_harness.suite.shapes import block_size, companions, request, together
-from preempt_harness.suite.test_branches import require_mode
+from preempt_harness.suite.shapes import (
+    block_size,
+    companions,
+    request,
+    require_mode,
+    together,
+)
 from preempt_harness.workload import Operation, Workload
 
 pytestmark = pytest.mark.preempt_requires("preempt", "stepped")
@@ -31,8 +36,8 @@ ITEMS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "logprobs": (("logprobs",), {"logprobs": 4}),
     "prompt-logprobs": (("prompt_logprobs",), {"prompt_logprobs": 2, "logprobs": 1}),
     "logit-bias": (("logit_bias",), {"logit_bias": ((5, 6.0), (9, -8.0))}),
-    "min-tokens": ((), {"min_tokens": 9, "stop_token_ids": tuple(range(4, 40))}),
-    "stop-tokens": ((), {"stop_token_ids": tuple(range(4, 8))}),
+    "min-tokens": (("min_tokens", "stop_tokens"), {"min_tokens": 9, "stop_token_ids": tuple(range(4, 40))}),
+    "stop-tokens": (("stop_tokens",), {"stop_token_ids": tuple(range(4, 8))}),
 }
 
 

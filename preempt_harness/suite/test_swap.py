@@ -149,24 +149,3 @@ def test_aborted_while_swapped_out(preempt: PreemptHarness) -> None:
     result.assert_preempted(request="victim", mode="swap")
     result.assert_matches_baseline()
     result.assert_clean()
-
-
-@FORCED
-@pytest.mark.preempt_requires("abort")
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_survivors_cancelled_after_a_preemption(preempt: PreemptHarness, mode: str) -> None:
-    """The waiting request must come back although those that ran never finish by themselves."""
-    block = block_size(preempt)
-    workload = together(
-        request(preempt, "victim", 3 * block, 3 * block),
-        request(preempt, "r1", 2 * block, 9 * block),
-        request(preempt, "r2", 2 * block, 9 * block),
-    )
-    result = preempt.run(
-        workload,
-        plan=f"preempt:victim@step=4:{mode}/abort:r1@step=6/abort:r2@step=6",
-        block_size=block,
-    )
-    result.assert_preempted(request="victim", mode=mode)
-    result.assert_matches_baseline()
-    result.assert_clean()
