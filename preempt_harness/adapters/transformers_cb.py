@@ -60,7 +60,6 @@ class TransformersAdapter:
         "tiny-qwen2",
         "tiny-qwen3",
         "tiny-mistral",
-        "tiny-opt",
         "smollm2",
     )
     block_sizes: tuple[int, ...] = (4, 8, 16, 32)
@@ -68,12 +67,14 @@ class TransformersAdapter:
     known_issues: tuple[KnownIssue, ...] = ()
 
     def admission_model(self, settings: EngineSettings) -> AdmissionModel:
-        """A request is admitted when its first chunk fits; later ones may starve."""
+        """A request is admitted when its first chunk fits; later ones may starve.
+
+        `max_num_seqs` limits a batch and not how many requests hold blocks.
+        """
         return AdmissionModel(
             policy="chunk",
             block_size=settings.block_size,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_num_seqs=settings.max_num_seqs,
             prefix_caching=settings.enable_prefix_caching,
         )
 
@@ -122,7 +123,8 @@ class TransformersSession:
     """One batch processor, one step a poll.
 
     Args:
-        settings: what the trial asks for; `options` are fields of `ContinuousBatchingConfig`.
+        settings: what the trial asks for; `options` are fields of `ContinuousBatchingConfig`, and
+            "device".
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -130,7 +132,8 @@ class TransformersSession:
 
         from preempt_harness.adapters.transformers_cb_observer import BatchObserver
 
-        self.model = _load_model(settings.model, settings.dtype)
+        options = dict(settings.options)
+        self.model = _load_model(settings.model, settings.dtype, options.pop("device", "auto"))
         config = {
             "page_size": settings.block_size,
             "num_blocks": settings.num_blocks,
@@ -142,7 +145,7 @@ class TransformersSession:
             "auto_switch_to_flash": False,
             "use_async_batching": False,
             "return_logprobs": True,
-            **settings.options,
+            **options,
         }
         self._manager: Any = self.model.init_continuous_batching(  # type: ignore[operator]
             generation_config=GenerationConfig(do_sample=False, eos_token_id=-1),
@@ -312,7 +315,13 @@ class TransformersSession:
         found = [aborted.get(name) or self._outputs.get(name) for name in names]
         errors = [output.error for output in found if output is not None and output.error]
         return RequestResult(
-            outputs=[_sequence_output(item, spec, bool(aborted)) for item in found if item],
+            outputs=[
+                _sequence_output(
+                    output, spec, self._observer.logprobs_of(output, spec), bool(aborted)
+                )
+                for output in found
+                if output is not None
+            ],
             finished=self._has_ended(request),
             error=errors[0] if errors else "",
         )
@@ -353,14 +362,16 @@ class ThreadedTransformersSession(TransformersSession):
         return super().close()
 
 
-def _sequence_output(output: Any, spec: RequestSpec, is_aborted: bool) -> SequenceOutput:
-    from preempt_harness.adapters.transformers_cb_observer import finish_reason, logprobs_of
+def _sequence_output(
+    output: Any, spec: RequestSpec, logprobs: list[dict[int, float]] | None, is_aborted: bool
+) -> SequenceOutput:
+    from preempt_harness.adapters.transformers_cb_observer import finish_reason
 
     ended = output.is_finished()
     reason = finish_reason(output, spec) if ended else "abort" if is_aborted else None
     return SequenceOutput(
         token_ids=list(output.generated_tokens),
-        logprobs=logprobs_of(output) if spec.sampling.logprobs is not None else None,
+        logprobs=logprobs,
         finish_reason=reason,
     )
 
@@ -400,12 +411,13 @@ def _model_path(model: str) -> Path:
 
 
 @lru_cache(maxsize=2)
-def _load_model(model: str, dtype: str) -> nn.Module:
+def _load_model(model: str, dtype: str, device: str) -> nn.Module:
     """The model in evaluation mode: on a CPU in float32 unless told otherwise."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
     loaded: nn.Module = AutoModelForCausalLM.from_pretrained(

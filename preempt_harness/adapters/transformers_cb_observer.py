@@ -101,12 +101,13 @@ class BatchObserver:
         self._away: set[str] = set()
         self._num_delivered: Counter[str] = Counter()
         self._num_ended: Counter[str] = Counter()
+        self._best: dict[str, list[dict[int, float]]] = {}
         self._is_scheduled = False
         self._has_changed = False
         self._wrap_all()
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            model.register_forward_hook(lambda *_: self.emit(record.StepDone(step=self.step))),
+            model.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
 
     def emit(self, event: AnyEvent) -> None:
@@ -347,12 +348,34 @@ class BatchObserver:
         spec = self.requests[request]
         if new:
             self._num_delivered[seq] += len(new)
-            logprobs = logprobs_of(output, seen) if spec.sampling.logprobs is not None else None
-            self.emit(record.TokensDelivered(self.step, seq, list(new), logprobs))
+            logprobs = self.logprobs_of(output, spec)
+            self.emit(
+                record.TokensDelivered(
+                    self.step, seq, list(new), None if logprobs is None else logprobs[seen:]
+                )
+            )
         if output.is_finished():
             self._num_ended[request] += 1
             if self._num_ended[request] == spec.sampling.n:
                 self.emit(record.Finished(self.step, request, finish_reason(output, spec)))
+
+    def logprobs_of(self, output: Any, spec: RequestSpec) -> list[dict[int, float]] | None:
+        """Log probabilities of an output so far, None if none were asked for.
+
+        The engine hands over those of the chosen tokens. Where more are asked for, the others are
+        read from what the model gave in the same step.
+        """
+        wanted = spec.sampling.logprobs
+        if wanted is None:
+            return None
+        own: list[dict[int, float]] = [
+            {token_id: logprob}
+            for token_id, logprob in zip(output.generated_tokens, output.logprobs, strict=False)
+        ]
+        if wanted > 1:
+            best = self._best.get(output.request_id, [])
+            own = [seen | entry for seen, entry in zip(best, own, strict=False)]
+        return own
 
     def _cancel(self, original: Callable[..., list[Any]]) -> list[Any]:
         """The engine hands nothing over for a request that it cancels."""
@@ -387,6 +410,24 @@ class BatchObserver:
             self._emit_row(future.state.request_id, positions[row], token_ids[row], slots, seen)
         if self.sink is not None:
             self.sink(self.take_events())
+
+    def _after_forward(
+        self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if kwargs.get("cache") is not self._processor.cache:
+            return
+        self.emit(record.StepDone(step=self.step))
+        logits = output.logits[0]
+        if "logits_to_keep" not in kwargs:
+            logits = logits[kwargs["logits_indices"]]
+        batch = self._processor.inputs_and_outputs.requests_in_batch
+        chosen = [future.state.request_id for future in batch if future.has_new_token]
+        for engine_id, row in zip(chosen, logits, strict=False):
+            spec = self.requests[sequence_name(engine_id).rpartition(".")[0]]
+            if (spec.sampling.logprobs or 0) > 1:
+                top = row.float().log_softmax(-1).topk(spec.sampling.logprobs)
+                entry = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+                self._best.setdefault(engine_id, []).append(entry)
 
     def _slot(self, place: int) -> int:
         """A row of the cache tensor as block * block size + offset."""
@@ -430,12 +471,6 @@ class BatchObserver:
                 read_len=len(seen),
             )
         )
-
-
-def logprobs_of(output: Any, start: int = 0) -> list[dict[int, float]]:
-    """Log probabilities from an output token on: the engine gives those of chosen tokens only."""
-    pairs = zip(output.generated_tokens[start:], output.logprobs[start:], strict=False)
-    return [{token_id: logprob} for token_id, logprob in pairs]
 
 
 def finish_reason(output: Any, spec: RequestSpec) -> str:
