@@ -21,8 +21,7 @@ from preempt_engine.exact import EOS_TOKEN_ID, reference_generate
 from preempt_harness.adapters.embedded import EmbeddedAdapter, EmbeddedSession
 from preempt_harness.adapters.embedded_pool import EnginePool
 from preempt_harness.adapters.protocol import EngineSettings
-from preempt_harness.baseline import as_baseline
-from preempt_harness.budget import KVBudget
+from preempt_harness.baseline import as_baseline, unpreempted_settings
 from preempt_harness.checks import KVSan, run_checks
 from preempt_harness.evidence import gather_scores
 from preempt_harness.explore.random_trials import random_settings, random_trial
@@ -30,8 +29,10 @@ from preempt_harness.generators import random_workload
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.record import Preempted, TrialRecord
 from preempt_harness.result import TrialResult
+from preempt_harness.tolerances import shipped
 from preempt_harness.trial import Trial, run_trial
-from preempt_harness.workload import RequestSpec, Workload
+from preempt_harness.verdict import Verdict
+from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
 
 CONFIDENCE = 0.95
 
@@ -103,12 +104,27 @@ def campaign_kvsan(trials: int, first_seed: int, model: str) -> Counter[str]:
     return counts
 
 
-def campaign_clean(trials: int, first_seed: int, model: str) -> Counter[str]:
-    """A/A trials: the same workload with room, in two harmless variations."""
-    adapter, counts = EmbeddedAdapter(), Counter[str]()
+def campaign_clean(
+    trials: int, first_seed: int, model: str, dtype: str | None = None
+) -> Counter[str]:
+    """A/A trials: the same workload with room, in two harmless variations.
+
+    Args:
+        trials, first_seed, model: as everywhere.
+        dtype: run the engine in it and not deterministically; None is deterministic.
+    """
+    adapter, counts, pool = EmbeddedAdapter(), Counter[str](), EnginePool()
+
+    def run(trial: Trial) -> TrialRecord:
+        return run_trial(
+            trial, adapter, open_session=lambda settings: EmbeddedSession(settings, pool)
+        )
+
     for seed in range(first_seed, first_seed + trials):
         source = random.Random(f"{seed}/clean")
         settings = random_settings(source, adapter, model)
+        if dtype is not None:
+            settings = msgspec.structs.replace(settings, deterministic=False, dtype=dtype)
         workload = random_workload(
             seed, vocab_size=adapter.vocab_size(settings), block_size=settings.block_size
         )
@@ -116,29 +132,36 @@ def campaign_clean(trials: int, first_seed: int, model: str) -> Counter[str]:
         first = _roomy(settings, workload)
         varied, permuted = _vary(source, settings, workload)
         second = _roomy(varied, permuted)
-        baseline = as_baseline(run_trial(first, adapter))
-        record = run_trial(second, adapter)
+        baseline = as_baseline(run(first))
+        record = run(second)
         record.baseline = baseline
         gather_scores(record, second, adapter)
         result = TrialResult.judge(
             trial=second,
             record=record,
             admission=adapter.admission_model(varied),
+            tolerance=shipped().of(record.header),
             expect_preemption=False,
         )
         counts["trials"] += 1
         counts[f"verdict {result.verdict}"] += 1
+        if result.verdict not in (Verdict.EQUAL, Verdict.BENIGN):
+            _report(counts, f"verdict {result.verdict}", seed)
         for finding in (*run_checks(record).findings, *baseline.problems):
             _report(counts, f"finding {finding}", seed)
     return counts
 
 
 def _roomy(settings: EngineSettings, workload: Workload) -> Trial:
-    admission = EmbeddedAdapter().admission_model(settings)
-    room = KVBudget.roomy(workload, admission).num_blocks
+    branches = max(request.sampling.num_sequences for request in workload.requests)
+    settings = msgspec.structs.replace(
+        settings,
+        max_num_seqs=max(settings.max_num_seqs, branches),
+        scheduling_policy="priority" if any(r.priority for r in workload.requests) else "fcfs",
+    )
     return Trial(
         engine="embedded",
-        settings=msgspec.structs.replace(settings, num_blocks=room),
+        settings=unpreempted_settings(settings, workload, EmbeddedAdapter()),
         workload=workload,
     )
 
@@ -157,7 +180,9 @@ def _vary(
         msgspec.structs.replace(
             request,
             arrival_step=source.randint(0, 6),
-            sampling=msgspec.structs.replace(request.sampling, seed=index),
+            sampling=request.sampling
+            if request.sampling.beam is not None
+            else msgspec.structs.replace(request.sampling, seed=index),
         )
         for index, request in enumerate(workload.requests)
     ]
@@ -171,23 +196,39 @@ def _vary(
 
 
 def _has_closed_form(request: RequestSpec) -> bool:
-    """Greedy, and no stop token is banned for a while by `min_tokens`."""
+    """One greedy output of plain logits, and no stop token is banned for a while."""
     sampling = request.sampling
     bans = sampling.min_tokens > 0 and (sampling.stop_token_ids or not sampling.ignore_eos)
-    return sampling.temperature == 0 and not bans
+    plain = SamplingSpec(
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=sampling.stop_token_ids,
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+        seed=sampling.seed,
+    )
+    return sampling == plain and not bans
 
 
 def _equals_closed_form(request: RequestSpec, record: TrialRecord) -> bool:
     result = record.results[request.id]
-    output = result.outputs[0]
     if result.error:
-        return not output.token_ids
+        return not any(output.token_ids for output in result.outputs)
+    output = result.outputs[0]
     stops = set(request.sampling.stop_token_ids)
     if not request.sampling.ignore_eos:
         stops.add(EOS_TOKEN_ID)
-    vocab_size = record.header.vocab_size
+    limit = record.header.max_total_tokens
+    length = request.sampling.max_tokens
+    if limit is not None:
+        length = min(length, limit - request.num_prompt_tokens)
     expected = reference_generate(
-        request.prompt_token_ids, request.sampling.max_tokens, vocab_size, stop_token_ids=stops
+        request.prompt_token_ids,
+        length,
+        record.header.vocab_size,
+        num_ranks=record.header.num_ranks,
+        stop_token_ids=stops,
     )
     if output.finish_reason == "abort":
         expected = expected[: len(output.token_ids)]
@@ -203,7 +244,7 @@ def _report(counts: Counter[str], what: str, seed: int) -> None:
     print(f"seed {seed}: {what}", file=sys.stderr)
 
 
-CAMPAIGNS: dict[str, Callable[[int, int, str], Counter[str]]] = {
+CAMPAIGNS: dict[str, Callable[..., Counter[str]]] = {
     "exact": campaign_exact,
     "checks": campaign_checks,
     "kvsan": campaign_kvsan,
@@ -220,9 +261,15 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--model", default="exact")
+    parser.add_argument("--dtype", help="for clean: not deterministic, and in this dtype")
     arguments = parser.parse_args()
+    more = {} if arguments.dtype is None else {"dtype": arguments.dtype}
+    if more and arguments.campaign != "clean":
+        parser.error("--dtype is for the campaign clean.")
     started = time.perf_counter()
-    counts = CAMPAIGNS[arguments.campaign](arguments.trials, arguments.first_seed, arguments.model)
+    counts = CAMPAIGNS[arguments.campaign](
+        arguments.trials, arguments.first_seed, arguments.model, **more
+    )
     for line in _lines(counts, time.perf_counter() - started):
         print(line)
     return 1 if any(name.startswith("BAD") for name in counts) else 0

@@ -6,18 +6,25 @@ was preempted, or that has findings, is no baseline, and its problems say why.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import msgspec
 
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings
 from preempt_harness.budget import KVBudget
 from preempt_harness.checks import run_checks
+from preempt_harness.errors import HarnessError
 from preempt_harness.record import Baseline, Preempted, TrialRecord
 from preempt_harness.trial import Trial
 from preempt_harness.workload import Workload
 
 RunTrial = Callable[[Trial], TrialRecord]
+BaselineKind = Literal["same-config", "solo"]
+
+
+class BaselineError(HarnessError, ValueError):
+    """A baseline of this kind would not be one."""
 
 
 class BaselineStore:
@@ -32,11 +39,38 @@ class BaselineStore:
         self._known: dict[bytes, Baseline] = {}
         self.num_runs = 0
 
-    def get(self, settings: EngineSettings, workload: Workload, adapter: EngineAdapter) -> Baseline:
-        """The baseline of a workload under these settings, whatever their block count."""
+    def get(
+        self,
+        settings: EngineSettings,
+        workload: Workload,
+        adapter: EngineAdapter,
+        kind: BaselineKind = "same-config",
+    ) -> Baseline:
+        """The baseline of a workload under these settings, whatever their block count.
+
+        Args:
+            settings, workload, adapter: of the trial that is compared.
+            kind: "same-config" runs the workload as it is, with room; "solo" runs each request
+                alone and without prefix caching, so that no mistake in sharing can be in both.
+
+        Raises:
+            BaselineError: a request cannot run alone and give the same output.
+        """
+        workload = undisturbed(workload)
+        if kind == "solo":
+            uncached = msgspec.structs.replace(settings, enable_prefix_caching=False)
+            parts = [
+                self._one(uncached, alone, adapter) for alone in workloads_of_each_request(workload)
+            ]
+            return combined(parts)
+        return self._one(settings, workload, adapter)
+
+    def _one(
+        self, settings: EngineSettings, workload: Workload, adapter: EngineAdapter
+    ) -> Baseline:
         roomy = Trial(
             engine=adapter.name,
-            settings=roomy_settings(settings, workload, adapter),
+            settings=unpreempted_settings(settings, workload, adapter),
             workload=workload,
         )
         key = msgspec.msgpack.encode((roomy.engine, roomy.settings, roomy.workload))
@@ -49,7 +83,7 @@ class BaselineStore:
 def roomy_settings(
     settings: EngineSettings, workload: Workload, adapter: EngineAdapter
 ) -> EngineSettings:
-    """The settings with so many blocks that nobody is preempted.
+    """The settings with so many blocks that nobody is preempted for want of one.
 
     The budget counts one sequence a request; each further one needs at most as much again.
     """
@@ -58,12 +92,75 @@ def roomy_settings(
     return msgspec.structs.replace(settings, num_blocks=room.num_blocks * most)
 
 
-def output_lengths(baseline: Baseline) -> dict[str, int]:
-    """Request -> output tokens, for the requests that the baseline ran to their own end."""
+def unpreempted_settings(
+    settings: EngineSettings, workload: Workload, adapter: EngineAdapter
+) -> EngineSettings:
+    """Room as above; and where the more urgent may take another's place, a place for everybody."""
+    if settings.scheduling_policy == "priority":
+        sequences = sum(request.sampling.num_sequences for request in workload.requests)
+        places = max(settings.max_num_seqs, sequences)
+        settings = msgspec.structs.replace(settings, max_num_seqs=places)
+    return roomy_settings(settings, workload, adapter)
+
+
+def undisturbed(workload: Workload) -> Workload:
+    """The workload without aborts, and with plain cache resets only.
+
+    A request that is aborted is compared with the beginning of its whole output. A reset of running
+    requests preempts by design; the plain one makes the same content unfindable for later ones.
+    """
+    return msgspec.structs.replace(
+        workload,
+        operations=[
+            msgspec.structs.replace(operation, kind="reset_prefix_cache")
+            if operation.kind == "reset_running_requests"
+            else operation
+            for operation in workload.operations
+            if operation.kind != "abort"
+        ],
+    )
+
+
+def workloads_of_each_request(workload: Workload) -> list[Workload]:
+    """Every request alone, arriving at once, without operations.
+
+    Raises:
+        BaselineError: a request samples without a seed of its own; its noise then depends on how
+            many arrived before it.
+    """
+    for request in workload.requests:
+        sampling = request.sampling
+        if sampling.temperature > 0 and sampling.seed is None:
+            raise BaselineError(
+                f"Request {request.id} samples without a seed, so alone it gives another output.",
+                'Give it a seed, or use baseline="same-config".',
+            )
+    return [
+        Workload(requests=[msgspec.structs.replace(request, arrival_step=0)])
+        for request in workload.requests
+    ]
+
+
+def combined(parts: Sequence[Baseline]) -> Baseline:
+    """One baseline of runs that had one request each."""
+    return Baseline(
+        kind="solo",
+        results={name: result for part in parts for name, result in part.results.items()},
+        num_preemptions=sum(part.num_preemptions for part in parts),
+        problems=[problem for part in parts for problem in part.problems],
+    )
+
+
+def output_lengths(baseline: Baseline, workload: Workload) -> dict[str, int]:
+    """Request -> output tokens, for the requests that run to their own end."""
+    aborted = {item.request for item in workload.operations if item.kind == "abort"}
     return {
         request: len(result.outputs[0].token_ids)
         for request, result in baseline.results.items()
-        if result.finished and result.outputs and result.outputs[0].finish_reason != "abort"
+        if request not in aborted
+        and result.finished
+        and result.outputs
+        and result.outputs[0].finish_reason != "abort"
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, Session
-from preempt_harness.baseline import BaselineStore, output_lengths, roomy_settings
+from preempt_harness.baseline import BaselineKind, BaselineStore, output_lengths, roomy_settings
 from preempt_harness.budget import KVBudget
 from preempt_harness.errors import HarnessError
 from preempt_harness.evidence import gather_scores
@@ -161,6 +161,7 @@ class PreemptHarness:
         plan: PreemptionPlan | str | None = None,
         *,
         expect_preemption: bool = True,
+        baseline: BaselineKind = "same-config",
         **settings: Any,
     ) -> TrialResult:
         """Run the workload under pressure, and judge it against a run with room.
@@ -172,6 +173,8 @@ class PreemptHarness:
                 plan preempts.
             plan: forced preemptions, as an object or its string form.
             expect_preemption: a trial without a preemption is VACUOUS.
+            baseline: "same-config" is the same workload with room; "solo" is each request alone
+                and without prefix caching, which finds what goes wrong with room as well.
             **settings: fields of `EngineSettings` to change for this trial.
 
         Returns:
@@ -180,20 +183,22 @@ class PreemptHarness:
         Raises:
             NoPreemptingBudgetError: "tight" is wanted and no number of blocks preempts.
             UnsupportedTrialError: the engine cannot do what the trial needs.
+            BaselineError: a request cannot give the same output alone.
         """
         plan = self.plan(plan) if isinstance(plan, str) else plan or PreemptionPlan()
         if budget is None:
             budget = "roomy" if plan else "tight"
         if self._replayed is not None:
             trial = self._replayed
-            baseline = self.baselines.get(trial.settings, trial.workload, self.adapter)
+            expected = self.baselines.get(trial.settings, trial.workload, self.adapter, baseline)
         else:
             wanted = self.settings(**settings)
-            baseline = self.baselines.get(wanted, workload, self.adapter)
-            trial = self._trial(workload, budget, plan, wanted, output_lengths(baseline))
+            expected = self.baselines.get(wanted, workload, self.adapter, baseline)
+            lengths = output_lengths(expected, workload)
+            trial = self._trial(workload, budget, plan, wanted, lengths)
         started = time.perf_counter()
         record = self.run_unjudged(trial)
-        record.baseline = baseline
+        record.baseline = expected
         gather_scores(record, trial, self.adapter, self._open_session)
         result = TrialResult.judge(
             trial=trial,

@@ -43,6 +43,7 @@ from preempt_engine.victims import (
     ForcedPreemption,
     PreemptionController,
     choose_victim,
+    evictions_suffice,
     victims_for,
 )
 
@@ -520,9 +521,13 @@ class Scheduler:
         """Preempt until a running request can have so many blocks.
 
         Returns:
-            False when it cannot in this step: it was the last to preempt, or the blocks are
-            withheld until a step is done.
+            False when it cannot in this step: it was the last to preempt, the less urgent have too
+            little to give up, or the blocks are withheld until a step is done.
         """
+        # Every request has a block of its own, so one block can always be had of another.
+        several = num_blocks > 1 and self.running[-1] is not request
+        if several and not evictions_suffice(request, self.running, self.blocks, num_blocks):
+            return False
         while num_blocks > self.blocks.num_available_blocks:
             if num_blocks <= self.blocks.num_available_blocks + len(self.blocks.fenced_blocks):
                 return False

@@ -22,6 +22,29 @@ def choose_victim(running: Sequence[Request]) -> Request:
     return running[-1]
 
 
+def evictions_suffice(
+    request: Request, running: Sequence[Request], blocks: BlockManager, num_blocks: int
+) -> bool:
+    """Whether evicting all that are less urgent leaves so many blocks for a running request.
+
+    A request of several sequences may need more than they can give up; to evict them, and it after
+    them, would be in vain. Blocks that are withheld for this step do not count: with them, fewer
+    may have to go.
+
+    Args:
+        request: one of `running`.
+        running: in order of precedence.
+        blocks: the pool.
+        num_blocks: what the request needs.
+    """
+    freed = _FreedBlocks(blocks)
+    for other in reversed(running):
+        if other is request:
+            break
+        freed.add(other)
+    return num_blocks <= freed.num_available_blocks
+
+
 class ForcedPreemption(NamedTuple):
     """A victim and how it is to lose its blocks; None is the engine's `preemption_mode`."""
 

@@ -151,8 +151,13 @@ def _judge_livelock(
 
 
 def check_order(record: TrialRecord) -> CheckResult:
-    """After a preempt-all by recompute, requests of equal priority come back in arrival order."""
+    """After a preempt-all by recompute, requests of equal priority come back in arrival order.
+
+    Requests whose priority is changed on the way are left out.
+    """
     listing = Listing()
+    operations = read_workload(record).operations
+    changed = {item.request for item in operations if item.kind == "set_priority"}
     arrival: dict[str, tuple[int, int]] = {}
     group: list[str] = []
     waiting: set[str] = set()
@@ -165,6 +170,8 @@ def check_order(record: TrialRecord) -> CheckResult:
             all_in_step = event.step
             group, waiting, back = [], set(), []
         elif isinstance(event, Preempted):
+            if event.request in changed:
+                continue
             if event.step == all_in_step and event.reason == "forced":
                 group.append(event.request)
                 waiting.add(event.request)

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from preempt_harness.checks._accounting_counters import Tally
 from preempt_harness.checks.delivery import workload_of
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.tables import SchedulerTables, num_blocks_for
 from preempt_harness.record import (
+    Aborted,
     Arrived,
     BlocksAllocated,
     BlocksCopied,
@@ -154,16 +156,15 @@ class _Taking:
 
     victims: dict[str, bool] = field(default_factory=dict)  # request -> it needed a block itself
     takers: set[str] = field(default_factory=set)
-    branched: bool = False  # one of those who needed blocks has several sequences
 
 
 def check_vain(record: TrialRecord) -> CheckResult:
     """A victim of a lack of blocks makes room: somebody gets blocks in the same step.
 
     A request that needs a block and is the least urgent itself is its own victim; nobody gains.
-    Blocks that are swapped out may be withheld until they are copied, so that they are had in the
-    next step. One that needs blocks for several branches may find that those of all less urgent
-    ones are not enough, and go itself; the log does not tell whether that could be foreseen.
+    Where blocks are swapped out, freed ones may be withheld until they are copied, so that they are
+    had in the next step, unless the plan or the user takes that request away before. What several branches of one victim needed, copies of shared blocks included, the log
+    does not tell; such a victim is taken to have needed a block.
     """
     listing = Listing()
     tables = SchedulerTables()
@@ -176,15 +177,18 @@ def check_vain(record: TrialRecord) -> CheckResult:
             takers.add(request_of(event.seq))
             if event.step - 1 in swapping:
                 steps[event.step - 1].takers.add(request_of(event.seq))
-        elif isinstance(event, Preempted) and event.reason != "forced":
+        elif isinstance(event, SwappedOut):
+            steps.setdefault(event.step, _Taking())
+            swapping.add(event.step)
+        elif _takes_away(event):
+            if event.step - 1 in swapping:
+                steps[event.step - 1].takers.add(event.request)
+        elif isinstance(event, Preempted):
             lease = tables.leases.get(f"{event.request}.0")
             room = len(lease.blocks) * record.header.block_size if lease is not None else 0
             taking = steps.setdefault(event.step, _Taking())
-            taking.victims[event.request] = event.num_tokens > room
-            if sum(request_of(seq) == event.request for seq in tables.leases) > 1:
-                taking.branched |= taking.victims[event.request]
-            if event.mode == "swap":
-                swapping.add(event.step)
+            branches = sum(request_of(seq) == event.request for seq in tables.leases)
+            taking.victims[event.request] = branches > 1 or event.num_tokens > room
         elif isinstance(event, BlocksFreed):
             tables.free(event)
         elif isinstance(event, BlocksReplaced):
@@ -192,7 +196,7 @@ def check_vain(record: TrialRecord) -> CheckResult:
         elif isinstance(event, Forked):
             tables.fork(event)
     for step, taking in steps.items():
-        if taking.branched or taking.takers - taking.victims.keys():
+        if taking.takers - taking.victims.keys():
             continue
         for request, needed in taking.victims.items():
             if not needed:
@@ -203,6 +207,13 @@ def check_vain(record: TrialRecord) -> CheckResult:
                     request=request,
                 )
     return listing.result("work", "victims")
+
+
+def _takes_away(event: Event) -> TypeGuard[Preempted | Aborted | PlanApplied]:
+    """Whether a request that was to get blocks may not need them, or not find them, any more."""
+    if isinstance(event, PlanApplied):
+        return event.action.startswith("squeeze")
+    return isinstance(event, Aborted) or (isinstance(event, Preempted) and event.reason == "forced")
 
 
 def check_bytes(record: TrialRecord) -> CheckResult:
@@ -228,6 +239,7 @@ class _Bytes:
         self.listing = Listing()
         self._known: Counter[str] = Counter()
         self._admitted: set[str] = set()
+        self._new_blocks: Counter[str] = Counter()  # granted, and told when it is scheduled
         self._untold: set[str] = set()  # dropped or forked since the last message
         self._messages: dict[int, _Message] = {}
         self._sent: dict[int, list[StepSent]] = {}
@@ -240,14 +252,16 @@ class _Bytes:
         elif isinstance(event, TokensDelivered):
             self._known[event.seq] += len(event.token_ids)
         elif isinstance(event, BlocksAllocated):
-            message.num_ids += len(event.blocks)
-            message.names.add(event.seq)
-            message.steady = False
+            self._new_blocks[event.seq] += len(event.blocks)
         elif isinstance(event, BlocksFreed):
             self._untold.add(event.seq)
             self._admitted.discard(event.seq)
+            self._new_blocks.pop(event.seq, None)
         elif isinstance(event, Forked):
             self._untold.add(event.child)
+        elif isinstance(event, Preempted):
+            # One that was swapped out may lose its host blocks, and no event says so.
+            self._untold |= {seq for seq in self._known if request_of(seq) == event.request}
         elif isinstance(event, Scheduled):
             self._schedule(event, message)
         elif isinstance(event, BlocksPoisoned):
@@ -271,7 +285,9 @@ class _Bytes:
         num_tokens = event.end - event.start
         message.names.add(event.seq)
         message.num_scheduled += 1
-        message.steady &= num_tokens == 1
+        num_blocks = self._new_blocks.pop(event.seq, 0)
+        message.num_ids += num_blocks
+        message.steady &= num_tokens == 1 and not num_blocks
         if event.seq not in self._admitted:
             self._admitted.add(event.seq)
             message.num_ids += max(self._known[event.seq], event.end)

@@ -105,7 +105,9 @@ def _limited(
 ) -> tuple[EngineSettings, Workload]:
     """What the workload asks for; and sometimes a max_model_len that ends requests early."""
     branches = max(request.sampling.num_sequences for request in workload.requests)
-    urgent = any(request.priority for request in workload.requests)
+    urgent = any(request.priority for request in workload.requests) or any(
+        operation.kind == "set_priority" for operation in workload.operations
+    )
     settings = msgspec.structs.replace(
         settings,
         max_num_seqs=max(settings.max_num_seqs, branches),

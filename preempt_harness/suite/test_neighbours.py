@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from preempt_harness.adapters.protocol import BLOCK_REUSE_ORDER
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.suite.shapes import block_size, request, require_mode, together
+from preempt_harness.suite.test_phases import PHASES
 
 CACHE = pytest.mark.parametrize("prefix_caching", [True, False], ids=["cache", "no-cache"])
 
@@ -58,30 +60,72 @@ def test_a_later_request_shares_the_victims_prefix(
 
 @CACHE
 @pytest.mark.preempt_requires("preempt", "stepped")
-def test_a_later_request_shares_what_a_prefill_had_begun(
-    preempt: PreemptHarness, prefix_caching: bool
+@pytest.mark.parametrize("phase", [*PHASES, "all"])
+def test_a_later_request_shares_what_the_victim_had_computed(
+    preempt: PreemptHarness, phase: str, prefix_caching: bool
 ) -> None:
+    """The sharer arrives after the preemption, in whatever phase it fell."""
     block = block_size(preempt)
-    prefix = preempt.prompts.take(3 * block)
+    prefix = preempt.prompts.take(7 * block)
     workload = together(
-        request(preempt, "victim", prefix + preempt.prompts.take(5 * block), 2 * block),
-        request(preempt, "sharer", prefix + preempt.prompts.take(1), 2 * block, arrival_step=3),
+        request(preempt, "victim", prefix + preempt.prompts.take(block), 3 * block),
+        request(preempt, "other", block + 1, 3 * block) if phase == "all" else [],
+        request(preempt, "sharer", prefix + preempt.prompts.take(1), 2 * block, arrival_step=8),
     )
     result = preempt.run(
         workload,
-        plan="preempt:victim@chunk=1",
+        plan=PHASES.get(phase, "preempt-all@step=5"),
         block_size=block,
         max_num_batched_tokens=2 * block,
         enable_prefix_caching=prefix_caching,
     )
-    result.assert_preempted(request="victim", phase="prefill_first")
+    result.assert_preempted(request="victim", phase=phase if phase in PHASES else None)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("preempt", "stepped")
+@pytest.mark.parametrize("num_blocks", ["roomy", 20])
+@pytest.mark.parametrize("phase", PHASES)
+def test_growing_requests_take_the_freed_blocks(
+    preempt: PreemptHarness, phase: str, num_blocks: str | int
+) -> None:
+    """Four requests out of step with each other, so that one needs a block in every step."""
+    block = block_size(preempt)
+    growing = [request(preempt, f"c{index}", block + index, 6 * block) for index in range(4)]
+    workload = together(growing, request(preempt, "victim", 8 * block, 3 * block))
+    ordered = BLOCK_REUSE_ORDER in preempt.adapter.capabilities
+    result = preempt.run(
+        workload,
+        num_blocks,
+        plan=PHASES[phase],
+        block_size=block,
+        max_num_batched_tokens=2 * block + len(growing),
+        options={"block_reuse_order": "lifo"} if ordered else {},
+    )
+    result.assert_preempted(request="victim", phase=phase)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("preempt", "stepped", "hold_blocks", "prefix_caching")
+def test_part_of_it_is_evicted_before_its_second_return(preempt: PreemptHarness) -> None:
+    """Blocks are held hostage right after the second preemption, some of the victim's too."""
+    block = block_size(preempt)
+    result = preempt.run(
+        together(request(preempt, "victim", 8 * block, 4 * block)),
+        14,
+        plan="preempt:victim@step=6/preempt:victim@resume=1/squeeze:8@9..11",
+        block_size=block,
+    )
+    result.assert_preempted(request="victim", phase="just_resumed")
     result.assert_matches_baseline()
     result.assert_clean()
 
 
 @pytest.mark.preempt_requires("prefix_caching")
 def test_equal_later_blocks_under_different_first_blocks(preempt: PreemptHarness) -> None:
-    """A prefix cache that forgets the parent of a block takes these prompts for one."""
+    """A hit on a later block must not hide that the first one differs, with room or without."""
     block = block_size(preempt)
     later = preempt.prompts.take(2 * block)
     workload = together(
@@ -92,7 +136,23 @@ def test_equal_later_blocks_under_different_first_blocks(preempt: PreemptHarness
             for index in range(3)
         ]
     )
-    result = preempt.run(workload, "tight", block_size=block)
+    result = preempt.run(workload, "tight", block_size=block, baseline="solo")
+    result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("prefix_caching")
+def test_a_prompt_that_begins_with_a_later_block_of_another(preempt: PreemptHarness) -> None:
+    """The same tokens at another place are another content, in either run."""
+    block = block_size(preempt)
+    text = preempt.prompts.take(4 * block)
+    workload = together(
+        request(preempt, "r0", text, 5 * block),
+        request(preempt, "r1", [*text[block:], text[0]], 5 * block, arrival_step=3),
+        request(preempt, "r2", [*text[2 * block :], text[0]], 5 * block, arrival_step=5),
+    )
+    result = preempt.run(workload, "tight", block_size=block, baseline="solo")
     result.assert_preempted()
     result.assert_matches_baseline()
     result.assert_clean()

@@ -57,3 +57,38 @@ def test_chunks_that_are_no_multiple_of_a_block(preempt: PreemptHarness, chunk: 
     result.assert_preempted(request="victim", at_least=2)
     result.assert_matches_baseline()
     result.assert_clean()
+
+
+@pytest.mark.parametrize("offset", [1, 2, -1])
+@pytest.mark.parametrize("phase", ["prefill_first", "prefill_middle", "prefill_last"])
+def test_chunks_that_end_beside_a_block_boundary(
+    preempt: PreemptHarness, phase: str, offset: int
+) -> None:
+    """The victim holds some tokens more, or one fewer, than its full blocks."""
+    block = block_size(preempt)
+    budget = 2 * block + offset
+    workload = together(request(preempt, "victim", 3 * budget + 2, 2 * block))
+    result = preempt.run(
+        workload, plan=PHASES[phase], block_size=block, max_num_batched_tokens=budget
+    )
+    result.assert_preempted(request="victim", phase=phase)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+def test_all_while_one_is_in_its_prefill_and_again(preempt: PreemptHarness) -> None:
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "other", block, 4 * block), request(preempt, "victim", 8 * block, block)
+    )
+    result = preempt.run(
+        workload,
+        plan="preempt-all@step=3/preempt-all@step=6",
+        block_size=block,
+        max_num_batched_tokens=2 * block,
+        enable_prefix_caching=False,
+    )
+    result.assert_preempted(request="victim", phase="prefill_middle", at_least=2)
+    result.assert_preempted(request="other", at_least=2)
+    result.assert_matches_baseline()
+    result.assert_clean()

@@ -142,6 +142,7 @@ def test_reset_with_running_requests(preempt: PreemptHarness) -> None:
     )
     result = preempt.run(workload, "roomy", block_size=block)
     result.assert_preempted(at_least=3)
+    result.assert_matches_baseline()
     result.assert_clean()
 
 
@@ -157,6 +158,7 @@ def test_reset_while_requests_are_swapped_out(preempt: PreemptHarness) -> None:
     result = preempt.run(workload, plan="preempt-all@out=4:swap", block_size=block)
     result.assert_preempted(mode="swap")
     result.assert_preempted(mode="recompute", at_least=3)
+    result.assert_matches_baseline()
     result.assert_clean()
 
 

@@ -12,9 +12,11 @@ from preempt_harness.record import (
     BlocksAllocated,
     BlocksFreed,
     Event,
+    PlanApplied,
     Preempted,
     Scheduled,
     StepSent,
+    SwappedOut,
     TrialRecord,
 )
 
@@ -102,6 +104,22 @@ def test_victim_evicted_in_vain_is_found() -> None:
 def test_victim_that_makes_room_or_needs_it_itself_is_no_finding() -> None:
     assert work(eviction(newcomer_gets_blocks=True, num_tokens=7)) == []
     assert work(eviction(newcomer_gets_blocks=False, num_tokens=9)) == []
+
+
+@pytest.mark.parametrize("swapped", [True, False])
+def test_blocks_that_a_swap_withholds_may_be_had_in_the_next_step(swapped: bool) -> None:
+    """And whoever was to get them there may be taken away by the plan."""
+    for later in (
+        BlocksAllocated(2, "r1.0", [0, 1, 2]),
+        Preempted(2, "r1", "recompute", "decode", "forced", 8, 9),
+        PlanApplied(2, "squeeze:all@2..3"),
+    ):
+        record = eviction(newcomer_gets_blocks=False, num_tokens=7)
+        if swapped:
+            record.events.insert(1, SwappedOut(1, "r2", [(9, 0)]))
+        record.events.append(later)
+        expected = [] if swapped else [Code.WORK_VAIN]
+        assert [finding.code for finding in work(record)] == expected
 
 
 # Bytes --------------------------------------------------------------------------------------------
