@@ -17,6 +17,7 @@ DEFAULT_ADAPTER = "embedded"
 
 _SHIPPED = {
     "embedded": "preempt_harness.adapters.embedded:EmbeddedAdapter",
+    "openai-http": "preempt_harness.adapters.openai_http:OpenAIHttpAdapter",
     "transformers-cb": "preempt_harness.adapters.transformers_cb:TransformersAdapter",
     "transformers-cb-threaded": (
         "preempt_harness.adapters.transformers_cb:ThreadedTransformersAdapter"
