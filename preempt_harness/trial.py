@@ -130,12 +130,17 @@ class _Run:
             if why:
                 self.events.append(record.EngineError(step=self.step, kind="hang", message=why))
                 return
+            until = self.step
+            if not self._is_stepped and not self._session.unfinished():
+                # Only steps pass by themselves; from this engine nothing would ever come.
+                until = max(until, requests[self._num_submitted].arrival_step)
             while (
                 self._num_submitted < len(requests)
-                and requests[self._num_submitted].arrival_step <= self.step
+                and requests[self._num_submitted].arrival_step <= until
             ):
                 self._session.submit(requests[self._num_submitted])
                 self._num_submitted += 1
+                self._heard_at = time.monotonic()
             for operation in self._trial.workload.operations:
                 if operation.step == self.step:
                     self._operate(operation)

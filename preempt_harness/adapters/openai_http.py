@@ -33,7 +33,6 @@ from preempt_harness.admission import AdmissionModel, AdmissionPolicy
 from preempt_harness.record import AnyEvent, RequestResult, Score, SequenceOutput
 from preempt_harness.workload import RequestSpec
 
-ENVIRONMENT = ("PREEMPT_HTTP_URL", "PREEMPT_HTTP_COMMAND", "PREEMPT_HTTP_PRESET")
 _HOW = (
     'set PREEMPT_HTTP_URL, or PREEMPT_HTTP_COMMAND to a JSON list such as ["vllm", "serve", '
     '"{model}", "--port", "{port}"], and PREEMPT_HTTP_PRESET; see docs/adapters/openai-http.md'
@@ -92,6 +91,9 @@ class NoCounterError(RuntimeError):
 class OpenAIHttpAdapter:
     """Adapter "openai-http".
 
+    What is not given comes from the environment: PREEMPT_HTTP_URL, _COMMAND (a JSON list), _PRESET,
+    _MODEL, _VOCAB_SIZE and _BLOCK_SIZE.
+
     Args:
         url: of a server that runs; None starts one by `command`.
         command: arguments that start one. "{port}", "{model}", "{num_blocks}", "{block_size}",
@@ -100,7 +102,7 @@ class OpenAIHttpAdapter:
         preset: name in `PRESETS`.
         model: the server's name or path of the model.
         vocab_size: of the model.
-        block_sizes: those that the server can have.
+        block_sizes: those that the server can have; without paging, what the suite counts in.
         start_timeout_s: longest wait for a started server.
     """
 
@@ -115,7 +117,7 @@ class OpenAIHttpAdapter:
         preset: str | None = None,
         model: str | None = None,
         vocab_size: int | None = None,
-        block_sizes: Sequence[int] = (16,),
+        block_sizes: Sequence[int] = (),
         start_timeout_s: float = 300.0,
         known_issues: Sequence[KnownIssue] = (),
     ) -> None:
@@ -128,7 +130,7 @@ class OpenAIHttpAdapter:
         self._server: ServerProcess | None = None
         self._key: tuple[str, ...] = ()
         self.models: tuple[str, ...] = (model or given.get("PREEMPT_HTTP_MODEL", "smollm2"),)
-        self.block_sizes = tuple(block_sizes)
+        self.block_sizes = tuple(block_sizes) or (int(given.get("PREEMPT_HTTP_BLOCK_SIZE", 16)),)
         self.known_issues = tuple(known_issues)
         self.capabilities = self._preset.capabilities | {
             protocol.ABORT,
@@ -381,7 +383,7 @@ class HttpSession:
         if piece is None:
             self._end(entry)
             return
-        if "error" in piece:
+        if "error" in piece and not entry.error:  # the first one says why
             entry.error = str(piece["error"])
         usage = piece.get("usage") or {}
         entry.num_counted = usage.get("completion_tokens", entry.num_counted)
@@ -408,6 +410,10 @@ class HttpSession:
 
     def _end(self, entry: _Request) -> None:
         entry.ended = True
+        if entry.text and not entry.token_ids:
+            raise NoTokenIdsError(
+                "the server gives text, and neither `token_ids` nor `logprobs.content`"
+            )
         if not entry.error and entry.finish_reason is None:
             entry.error = "the stream ended without a finish reason"
         if not entry.error and entry.num_counted not in (None, len(entry.token_ids)):
@@ -489,14 +495,9 @@ def _all_tokens_of(choice: Mapping[str, Any]) -> Iterator[tuple[int, dict[int, f
             best = {item["id"]: item["logprob"] for item in entry.get("top_logprobs", ())}
             yield entry["id"], {entry["id"]: entry["logprob"], **best}
         return
-    ids = choice.get("token_ids")
-    if ids is None and choice.get("text"):
-        raise NoTokenIdsError(
-            "the server gives no token ids: neither `token_ids` nor `logprobs.content`"
-        )
     chosen = logprobs.get("token_logprobs") or []
     tops = logprobs.get("top_logprobs") or []
-    for index, token_id in enumerate(ids or ()):
+    for index, token_id in enumerate(choice.get("token_ids") or ()):
         best = {
             int(name.removeprefix(_ID)): value
             for name, value in (tops[index] if index < len(tops) else None or {}).items()
