@@ -409,6 +409,8 @@ class HttpSession:
             )
 
     def _end(self, entry: _Request) -> None:
+        if entry.error and self._server is not None:
+            self._server.check_answers()
         entry.ended = True
         if entry.text and not entry.token_ids:
             raise NoTokenIdsError(

@@ -102,6 +102,7 @@ class ServerProcess:
         self, command: Sequence[str], *, health_path: str, start_timeout_s: float
     ) -> None:
         port = free_port()
+        self._health_path = health_path
         self.command = [argument.replace("{port}", str(port)) for argument in command]
         self.endpoint = Endpoint(f"http://127.0.0.1:{port}")
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
@@ -113,7 +114,7 @@ class ServerProcess:
             start_new_session=True,
         )
         try:
-            self._wait_until_ready(health_path, start_timeout_s)
+            self._wait_until_ready(start_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -139,6 +140,19 @@ class ServerProcess:
             "exit", f"the server exited with status {status}", self.log_tail()
         )
 
+    def check_answers(self) -> None:
+        """Find out whether a connection broke because the server has ended.
+
+        Raises:
+            EngineProcessError: it has ended.
+        """
+        try:
+            self.endpoint.get(self._health_path)
+        except (OSError, http.client.HTTPException):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=_END_S)  # it is about to end, and will say how
+        self.check_alive()
+
     def log_tail(self) -> str:
         """The end of what the server printed."""
         size = self._log.seek(0, os.SEEK_END)
@@ -160,7 +174,7 @@ class ServerProcess:
             self._process.wait()
         self._log.close()
 
-    def _wait_until_ready(self, health_path: str, timeout_s: float) -> None:
+    def _wait_until_ready(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             status = self._process.poll()
@@ -170,11 +184,11 @@ class ServerProcess:
                     f"It was started as {self.command} and printed:\n{self.log_tail()}",
                 )
             with contextlib.suppress(OSError, http.client.HTTPException):
-                if self.endpoint.get(health_path)[0] == http.client.OK:
+                if self.endpoint.get(self._health_path)[0] == http.client.OK:
                     return
             time.sleep(_HEALTH_EVERY_S)
         raise ServerStartError(
-            f"The server did not answer {health_path} with 200 within {timeout_s:g} s.",
+            f"The server did not answer {self._health_path} with 200 within {timeout_s:g} s.",
             f"It was started as {self.command} and printed:\n{self.log_tail()}",
         )
 
