@@ -57,19 +57,28 @@ class StepBounds:
 
 
 def step_bounds(record: TrialRecord) -> StepBounds:
-    """Bounds by formula over the planned work of a record."""
-    specs = workload_of(record)
+    """Bounds by formula over the planned work of a record.
+
+    Where branches are preempted one by one, each is admitted and computed like a request.
+    """
+    specs = list(workload_of(record).values())
     budget = record.header.config.get("max_num_batched_tokens")
     chunk = budget if isinstance(budget, int) else 1
+    one_by_one = any(isinstance(event, Preempted) and event.seq for event in record.events)
+    units = [
+        (spec, 1 if one_by_one else spec.sampling.num_sequences)
+        for spec in specs
+        for _ in range(spec.sampling.num_sequences if one_by_one else 1)
+    ]
     times = [
         num_blocks_for(spec.num_prompt_tokens + spec.sampling.max_tokens, chunk)
-        for spec in specs.values()
+        for spec, _ in units
     ]
     work = sum(times) + sum(
-        spec.sampling.max_tokens * num_blocks_for(spec.sampling.num_sequences, chunk) + _SPARE
-        for spec in specs.values()
+        spec.sampling.max_tokens * num_blocks_for(together, chunk) + _SPARE
+        for spec, together in units
     )
-    last_arrival = max((spec.arrival_step for spec in specs.values()), default=0)
+    last_arrival = max((spec.arrival_step for spec in specs), default=0)
     forced = sum(
         isinstance(event, Preempted) and event.reason == "forced" for event in record.events
     )
