@@ -14,6 +14,7 @@ import xllamacpp
 
 _MAX_SLOTS = 8
 
+
 def main(arguments: list[str]) -> None:
     """Serve until the process is ended."""
     model, port, num_tokens, max_num_seqs = arguments

@@ -332,9 +332,7 @@ class HttpSession:
             body = self._body([*prompt, *continuation[:index]], 1, _SCORE_LOGPROBS)
             answer = self._endpoint.post("/v1/completions", body, _SCORE_TIMEOUT_S)
             (top, best), *_ = _tokens_of(answer["choices"][0])
-            (_, top_logprob), (_, second), *rest = sorted(
-                best.items(), key=lambda item: -item[1]
-            )
+            (_, top_logprob), (_, second), *rest = sorted(best.items(), key=lambda item: -item[1])
             # A token that is not among the best is at most as likely as the last of them.
             last = rest[-1][1] if rest else second
             scores.append(Score(token_id, best.get(token_id, last), top, top_logprob, second))

@@ -98,9 +98,7 @@ class ServerProcess:
         ServerStartError: it ended early, or did not become ready in time; nothing is left of it.
     """
 
-    def __init__(
-        self, command: Sequence[str], *, health_path: str, start_timeout_s: float
-    ) -> None:
+    def __init__(self, command: Sequence[str], *, health_path: str, start_timeout_s: float) -> None:
         port = free_port()
         self._health_path = health_path
         self.command = [argument.replace("{port}", str(port)) for argument in command]
@@ -136,9 +134,7 @@ class ServerProcess:
         if status < 0:
             name = signal.Signals(-status).name
             raise EngineProcessError("signal", f"the server was killed by {name}", self.log_tail())
-        raise EngineProcessError(
-            "exit", f"the server exited with status {status}", self.log_tail()
-        )
+        raise EngineProcessError("exit", f"the server exited with status {status}", self.log_tail())
 
     def check_answers(self) -> None:
         """Find out whether a connection broke because the server has ended.

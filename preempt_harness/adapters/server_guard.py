@@ -42,7 +42,7 @@ def _end_when_told(pid: int) -> None:
         pass
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
-    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=_GRACE_S)
+    psutil.wait_procs(psutil.Process().children(recursive=True), timeout=_GRACE_S)
     _end_tree()
 
 

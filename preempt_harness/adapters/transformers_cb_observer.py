@@ -431,7 +431,8 @@ class BatchObserver:
 
     def _slot(self, place: int) -> int:
         """A row of the cache tensor as block * block size + offset."""
-        block, offset = divmod(place, self._allocator.block_physical_stride)
+        stride: int = self._allocator.block_physical_stride
+        block, offset = divmod(place, stride)
         if offset >= self._page:
             raise UnreadableIndexError(f"cache index {place} is no key of a layer's first page")
         return (block - self._first_block) * self._page + offset

@@ -36,7 +36,10 @@ ITEMS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "logprobs": (("logprobs",), {"logprobs": 4}),
     "prompt-logprobs": (("prompt_logprobs",), {"prompt_logprobs": 2, "logprobs": 1}),
     "logit-bias": (("logit_bias",), {"logit_bias": ((5, 6.0), (9, -8.0))}),
-    "min-tokens": (("min_tokens", "stop_tokens"), {"min_tokens": 9, "stop_token_ids": tuple(range(4, 40))}),
+    "min-tokens": (
+        ("min_tokens", "stop_tokens"),
+        {"min_tokens": 9, "stop_token_ids": tuple(range(4, 40))},
+    ),
     "stop-tokens": (("stop_tokens",), {"stop_token_ids": tuple(range(4, 8))}),
 }
 

@@ -95,9 +95,7 @@ def test_a_request_too_large_is_refused_alone(preempt: PreemptHarness) -> None:
         request(preempt, "giant", 40 * block, 2),
         request(preempt, "r1", block + 1, 2 * block),
     )
-    result = preempt.run(
-        workload, 16, block_size=block, baseline="solo", expect_preemption=False
-    )
+    result = preempt.run(workload, 16, block_size=block, baseline="solo", expect_preemption=False)
     result.assert_clean()
     for name in ("r0", "r1"):
         if len(result.record.results[name].outputs[0].token_ids) != 2 * block:

@@ -265,7 +265,9 @@ def test_the_environment_names_a_server(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_counter_is_summed_over_its_labels() -> None:
-    text = '# TYPE a_total counter\na_total{x="1"} 2.0\na_total{x="2"} 3\nb_a_total 9\na_total_x 9\n'
+    text = (
+        '# TYPE a_total counter\na_total{x="1"} 2.0\na_total{x="2"} 3\nb_a_total 9\na_total_x 9\n'
+    )
     assert count_of(["a_total"], text) == 5
     assert count_of(["gone_total"], text) == 0
 

@@ -234,9 +234,7 @@ def test_the_workers_view_is_not_the_schedulers(
 
 @pytest.fixture
 def threaded() -> PreemptHarness:
-    return PreemptHarness(
-        ThreadedTransformersAdapter(), {"block_size": BLOCK}, poll_timeout_s=1.0
-    )
+    return PreemptHarness(ThreadedTransformersAdapter(), {"block_size": BLOCK}, poll_timeout_s=1.0)
 
 
 def test_the_managers_thread_preempts_and_is_clean(threaded: PreemptHarness) -> None:
@@ -272,9 +270,7 @@ def test_settings_that_it_has_not_are_refused(settings: dict[str, Any]) -> None:
 
 
 def test_an_old_transformers_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "preempt_harness.adapters.transformers_cb.version", lambda name: "4.57.1"
-    )
+    monkeypatch.setattr("preempt_harness.adapters.transformers_cb.version", lambda name: "4.57.1")
     missing = TransformersAdapter().missing()
     assert missing is not None
     assert "transformers>=5.24" in missing
