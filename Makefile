@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test lint format demo demo-smollm2 smollm2 fuzz bench clean
+.PHONY: test lint format demo demo-smollm2 smollm2 fuzz mutate bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -38,9 +38,16 @@ demo: $(STAMP)
 fuzz: $(STAMP)
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -n 2 -m "not gpu"
 
+# Small changes of the scheduler and the block manager: do the tests notice? Half an hour and more.
+mutate: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt "cosmic-ray>=8.4"
+	$(BIN)/python -m benchmarks.mutation block_manager scheduler --sample 100
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.engine_cpu
 	$(BIN)/python -m benchmarks.exact_step
+	$(BIN)/python -m benchmarks.checked_step
+	$(BIN)/python -m benchmarks.import_time
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,6 +3,7 @@
 exact   the embedded engine on the exact model against the closed form, pool integrity every step
 checks  the same trials through the whole harness: every check, verdict against the baseline
 kvsan   incremental and full KVSan on the same records: equal findings
+budget  what budgets claim, against the engine: forcing counts preempt, roomy ones never do
 clean   A/A: unpreempted, with permutations that must not matter; any finding is a false alarm
 """
 
@@ -21,7 +22,13 @@ from preempt_engine.exact import EOS_TOKEN_ID, reference_generate
 from preempt_harness.adapters.embedded import EmbeddedAdapter, EmbeddedSession
 from preempt_harness.adapters.embedded_pool import EnginePool
 from preempt_harness.adapters.protocol import EngineSettings
-from preempt_harness.baseline import as_baseline, unpreempted_settings
+from preempt_harness.baseline import (
+    BaselineStore,
+    as_baseline,
+    output_lengths,
+    unpreempted_settings,
+)
+from preempt_harness.budget import KVBudget, NoPreemptingBudgetError
 from preempt_harness.checks import KVSan, run_checks
 from preempt_harness.evidence import gather_scores
 from preempt_harness.explore.random_trials import random_settings, random_trial
@@ -101,6 +108,55 @@ def campaign_kvsan(trials: int, first_seed: int, model: str) -> Counter[str]:
             full.feed(event)
         if fast.finish() != full.finish():
             _report(counts, "records judged differently", seed)
+    return counts
+
+
+BUDGETED = (
+    "shared_prefix",
+    "equal_later_blocks",
+    "late_arrivals",
+    "sampling",
+    "stops",
+    "operations",
+    "long_prompts",
+)
+
+
+def campaign_budget(trials: int, first_seed: int, model: str) -> Counter[str]:
+    """The verdict of a budget against what the engine does with as many blocks."""
+    adapter, counts = EmbeddedAdapter(), Counter[str]()
+    baselines = BaselineStore(lambda trial: run_trial(trial, adapter))
+    for seed in range(first_seed, first_seed + trials):
+        source = random.Random(f"{seed}/budget")
+        settings = msgspec.structs.replace(
+            random_settings(source, adapter, model), tensor_parallel_size=1
+        )
+        workload = random_workload(
+            seed,
+            vocab_size=adapter.vocab_size(settings),
+            block_size=settings.block_size,
+            features=[name for name in BUDGETED if source.random() < 0.5],
+        )
+        admission = adapter.admission_model(settings)
+        room = KVBudget.roomy(workload, admission)
+
+        def preempts(num_blocks: int, settings=settings, workload=workload) -> bool:  # type: ignore[no-untyped-def]
+            roomy = msgspec.structs.replace(settings, num_blocks=num_blocks)
+            trial = Trial(engine="embedded", settings=roomy, workload=workload)
+            return _num_preemptions(run_trial(trial, adapter)) > 0
+
+        counts["trials"] += 1
+        if preempts(room.num_blocks_never) or preempts(room.num_blocks):
+            _report(counts, "roomy budgets that preempt", seed)
+        lengths = output_lengths(baselines.get(settings, workload, adapter), workload)
+        try:
+            tight = KVBudget.tight(workload, admission, output_lengths=lengths)
+        except NoPreemptingBudgetError:
+            counts["no count preempts"] += 1
+            continue
+        counts[f"forcing counts, {tight.proof.kind}"] += 1
+        if not preempts(tight.num_blocks):
+            _report(counts, "forcing counts that do not preempt", seed)
     return counts
 
 
@@ -248,6 +304,7 @@ CAMPAIGNS: dict[str, Callable[..., Counter[str]]] = {
     "exact": campaign_exact,
     "checks": campaign_checks,
     "kvsan": campaign_kvsan,
+    "budget": campaign_budget,
     "clean": campaign_clean,
 }
 

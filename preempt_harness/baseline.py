@@ -6,18 +6,18 @@ was preempted, or that has findings, is no baseline, and its problems say why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
-from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings
+from preempt_harness.adapters.protocol import DerivesBranches, EngineAdapter, EngineSettings
 from preempt_harness.budget import KVBudget
 from preempt_harness.checks import run_checks
 from preempt_harness.errors import HarnessError
-from preempt_harness.record import Baseline, Preempted, TrialRecord
+from preempt_harness.record import Baseline, Preempted, RequestResult, TrialRecord
 from preempt_harness.trial import Trial
-from preempt_harness.workload import Workload
+from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
 
 RunTrial = Callable[[Trial], TrialRecord]
 BaselineKind = Literal["same-config", "solo"]
@@ -50,8 +50,9 @@ class BaselineStore:
 
         Args:
             settings, workload, adapter: of the trial that is compared.
-            kind: "same-config" runs the workload as it is, with room; "solo" runs each request
-                alone and without prefix caching, so that no mistake in sharing can be in both.
+            kind: "same-config" runs the workload as it is, with room; "solo" runs each request,
+                and each of its branches, alone and without prefix caching, so that no mistake in
+                sharing can be in both.
 
         Raises:
             BaselineError: a request cannot run alone and give the same output.
@@ -59,10 +60,15 @@ class BaselineStore:
         workload = undisturbed(workload)
         if kind == "solo":
             uncached = msgspec.structs.replace(settings, enable_prefix_caching=False)
-            parts = [
-                self._one(uncached, alone, adapter) for alone in workloads_of_each_request(workload)
-            ]
-            return combined(parts)
+            return combined(
+                {
+                    request.id: [
+                        self._one(uncached, Workload(requests=[alone]), adapter)
+                        for alone in requests_alone(request, adapter)
+                    ]
+                    for request in workload.requests
+                }
+            )
         return self._one(settings, workload, adapter)
 
     def _one(
@@ -121,33 +127,70 @@ def undisturbed(workload: Workload) -> Workload:
     )
 
 
-def workloads_of_each_request(workload: Workload) -> list[Workload]:
-    """Every request alone, arriving at once, without operations.
+def requests_alone(request: RequestSpec, adapter: EngineAdapter) -> list[RequestSpec]:
+    """The request as if it were the first and only one; one request for each of its branches.
+
+    Beams are no branches: what one does depends on the others.
 
     Raises:
-        BaselineError: a request samples without a seed of its own; its noise then depends on how
-            many arrived before it.
+        BaselineError: alone it would not give the same output, since its noise depends on how many
+            arrived before it, or on a rule for branches that the engine does not have.
     """
-    for request in workload.requests:
-        sampling = request.sampling
-        if sampling.temperature > 0 and sampling.seed is None:
-            raise BaselineError(
-                f"Request {request.id} samples without a seed, so alone it gives another output.",
-                'Give it a seed, or use baseline="same-config".',
-            )
+    sampling = request.sampling
+    greedy = sampling.temperature == 0
+    if not greedy and sampling.seed is None:
+        raise BaselineError(
+            f"Request {request.id} samples without a seed, so alone it gives another output.",
+            'Give it a seed, or use baseline="same-config".',
+        )
+    samplings: list[SamplingSpec | None] = [sampling]
+    if sampling.n > 1 and greedy:
+        samplings = [msgspec.structs.replace(sampling, n=1)] * sampling.n
+    elif sampling.n > 1:
+        derive = adapter.branch_sampling if isinstance(adapter, DerivesBranches) else _no_rule
+        samplings = [derive(sampling, branch) for branch in range(sampling.n)]
+    if None in samplings:
+        raise BaselineError(
+            f"Engine {adapter.name} has no rule by which a branch of {request.id} could run alone.",
+            'Use baseline="same-config", or n=1.',
+        )
     return [
-        Workload(requests=[msgspec.structs.replace(request, arrival_step=0)])
-        for request in workload.requests
+        msgspec.structs.replace(request, arrival_step=0, sampling=alone)
+        for alone in samplings
+        if alone is not None
     ]
 
 
-def combined(parts: Sequence[Baseline]) -> Baseline:
-    """One baseline of runs that had one request each."""
+def _no_rule(sampling: SamplingSpec, branch: int) -> SamplingSpec | None:
+    return None
+
+
+def combined(parts: Mapping[str, Sequence[Baseline]]) -> Baseline:
+    """One baseline of runs that had one request each.
+
+    Args:
+        parts: request -> its run, or one run for each of its branches.
+    """
+    every = [part for several in parts.values() for part in several]
     return Baseline(
         kind="solo",
-        results={name: result for part in parts for name, result in part.results.items()},
-        num_preemptions=sum(part.num_preemptions for part in parts),
-        problems=[problem for part in parts for problem in part.problems],
+        results={
+            name: _joined([part.results[name] for part in several if name in part.results])
+            for name, several in parts.items()
+        },
+        num_preemptions=sum(part.num_preemptions for part in every),
+        problems=[problem for part in every for problem in part.problems],
+    )
+
+
+def _joined(branches: Sequence[RequestResult]) -> RequestResult:
+    """One result with the outputs of all."""
+    if not branches:
+        return RequestResult(outputs=[], finished=False)
+    return msgspec.structs.replace(
+        branches[0],
+        outputs=[output for branch in branches for output in branch.outputs],
+        finished=all(branch.finished for branch in branches),
     )
 
 

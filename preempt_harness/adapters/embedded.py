@@ -10,6 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import msgspec
+
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.embedded_pool import EnginePool
 from preempt_harness.adapters.protocol import EngineSettings, KnownIssue, SessionInfo
@@ -73,6 +75,13 @@ class EmbeddedAdapter:
         if settings.model == "exact" or settings.model.startswith("tiny-"):
             return None
         return _tokenizer(_model_path(settings)).encode(text)
+
+    def branch_sampling(self, sampling: SamplingSpec, branch: int) -> SamplingSpec | None:
+        """A branch has a seed of its own, derived from the request's."""
+        from preempt_engine.sampling.noise import branch_seed
+
+        seed = None if sampling.seed is None else branch_seed(sampling.seed, branch)
+        return msgspec.structs.replace(sampling, n=1, seed=seed)
 
     def missing(self) -> str | None:
         """The exact model needs nothing more; torch is asked for when a checkpoint is opened."""

@@ -15,7 +15,7 @@ import msgspec
 
 from preempt_harness.admission import AdmissionModel
 from preempt_harness.record import AnyEvent, RequestResult, Score
-from preempt_harness.workload import RequestSpec
+from preempt_harness.workload import RequestSpec, SamplingSpec
 
 # What a session can be asked for.
 STEPPED = "stepped"  # one poll is one step, and nothing happens between polls
@@ -305,5 +305,25 @@ class EngineAdapter(Protocol):
 
         Raises:
             ImportError, or the engine's own errors, for settings it cannot honour.
+        """
+        ...
+
+
+@runtime_checkable
+class DerivesBranches(Protocol):
+    """An adapter whose engine gives each branch of a request what a request of its own would get.
+
+    Optional, for baselines of kind "solo".
+    """
+
+    def branch_sampling(self, sampling: SamplingSpec, branch: int) -> SamplingSpec | None:
+        """Parameters with which a request of one output gives the output of one branch.
+
+        Args:
+            sampling: parameters with `n` above 1, and a seed unless they are greedy.
+            branch: index of the branch.
+
+        Returns:
+            The parameters, or None where the engine has no such rule.
         """
         ...

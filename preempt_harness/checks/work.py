@@ -2,11 +2,11 @@
 
 A step's message may grow with what is new in it, never with the context. Bound, in bytes:
 
-    64 + sum over sequences named (32 + len(name)) + 5 * ids
+    64 + sum over sequences named (48 + len(name)) + 5 * ids
 
 ids are token ids and block ids that the worker does not have yet: all of a sequence's when it is
 admitted, otherwise one per scheduled token and one per new block; and pairs of ids to copy. 64 is
-the frame, 32 the flags and up to five numbers of a sequence, 5 the longest msgpack form of a 32-bit
+the frame, 48 the flags and up to five numbers of a sequence, 5 the longest msgpack form of a 32-bit
 number. Because short contexts hide in that bound, messages with equal work are compared as well:
 between steps of one rank that schedule the same number of sequences, one token each, and nothing
 new, only the width of three numbers per sequence (1 to 5 bytes each) may change.
@@ -39,6 +39,7 @@ from preempt_harness.record import (
     StepSent,
     SwappedIn,
     SwappedOut,
+    TokensChosen,
     TokensDelivered,
     TrialRecord,
 )
@@ -87,8 +88,11 @@ def _computed_again(record: TrialRecord) -> tuple[Counter[str], Counter[str]]:
     for event in record.events:
         if isinstance(event, Arrived):
             known[f"{event.request}.0"] = len(event.prompt_token_ids)
-        elif isinstance(event, TokensDelivered):
+        elif isinstance(event, TokensDelivered | TokensChosen):
             known[event.seq] += len(event.token_ids)
+        elif isinstance(event, Forked):
+            known[event.child] = known[event.parent]
+            settled[event.child] = settled[event.parent]
         elif isinstance(event, Preempted) and event.mode != "swap":
             for seq, count in settled.items():
                 if request_of(seq) == event.request:
@@ -163,8 +167,9 @@ def check_vain(record: TrialRecord) -> CheckResult:
 
     A request that needs a block and is the least urgent itself is its own victim; nobody gains.
     Where blocks are swapped out, freed ones may be withheld until they are copied, so that they are
-    had in the next step, unless the plan or the user takes that request away before. What several branches of one victim needed, copies of shared blocks included, the log
-    does not tell; such a victim is taken to have needed a block.
+    had in the next step, unless the plan or the user takes that request away before. What several
+    branches of one victim needed, copies of shared blocks included, the log does not tell; such a
+    victim is taken to have needed a block.
     """
     listing = Listing()
     tables = SchedulerTables()
@@ -228,7 +233,8 @@ def check_bytes(record: TrialRecord) -> CheckResult:
 class _Message:
     """What one step has to tell a worker."""
 
-    names: set[str] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)  # scheduled
+    news: set[str] = field(default_factory=set)  # dropped or forked; may be scheduled as well
     num_scheduled: int = 0
     num_ids: int = 0
     steady: bool = True  # one token per sequence, nothing admitted, dropped, granted or copied
@@ -249,7 +255,7 @@ class _Bytes:
         message = self._messages.setdefault(event.step, _Message())
         if isinstance(event, Arrived):
             self._known[f"{event.request}.0"] = len(event.prompt_token_ids)
-        elif isinstance(event, TokensDelivered):
+        elif isinstance(event, TokensDelivered | TokensChosen):
             self._known[event.seq] += len(event.token_ids)
         elif isinstance(event, BlocksAllocated):
             self._new_blocks[event.seq] += len(event.blocks)
@@ -258,6 +264,7 @@ class _Bytes:
             self._admitted.discard(event.seq)
             self._new_blocks.pop(event.seq, None)
         elif isinstance(event, Forked):
+            self._known[event.child] = self._known[event.parent]
             self._untold.add(event.child)
         elif isinstance(event, Preempted):
             # One that was swapped out may lose its host blocks, and no event says so.
@@ -273,7 +280,7 @@ class _Bytes:
         elif isinstance(event, StepSent):
             self._sent.setdefault(event.step, []).append(event)
             if self._untold:
-                message.names |= self._untold
+                message.news |= self._untold
                 message.steady = False
                 self._untold = set()
         elif isinstance(event, StepDone):
@@ -298,7 +305,7 @@ class _Bytes:
     def _judge(self, sent: StepSent, message: _Message) -> None:
         self.listing.count("messages judged")
         self.listing.count("bytes", sent.num_bytes)
-        names = sum(SEQUENCE_BYTES + len(name) for name in message.names)
+        names = sum(SEQUENCE_BYTES + len(name) for name in [*message.names, *message.news])
         bound = FRAME_BYTES + names + ID_BYTES * message.num_ids
         if sent.num_bytes > bound:
             self.listing.report(

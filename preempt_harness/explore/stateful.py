@@ -1,8 +1,8 @@
 """Strategy "stateful": Hypothesis writes a history of calls, rule by rule, and shrinks it.
 
-Rules add requests, step, preempt, squeeze and release the pool, abort, and reset the prefix cache,
-in any order. A history is written down as a trial, which is run and judged when the history ends:
-its checks look at every step, and a failure can be replayed like any other.
+Rules add requests, step, preempt, squeeze and release the pool, abort, change priorities, and reset
+the prefix cache, in any order. A history is written down as a trial, which is run and judged when
+the history ends: its checks look at every step, and a failure can be replayed like any other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from preempt_harness.budget import KVBudget
 from preempt_harness.explore.search import Failure, SearchOutcome, TrialRunner
 from preempt_harness.explore.strategy import SearchTask
 from preempt_harness.generators import PromptShape, shape_prompt
-from preempt_harness.plan import Action, Preempt, PreemptionPlan, Squeeze, Step
+from preempt_harness.plan import MODES, Action, Mode, Preempt, PreemptionPlan, Squeeze, Step
 from preempt_harness.strategies import engine_settings
 from preempt_harness.trial import Trial
 from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
@@ -40,6 +40,7 @@ _MAX_REQUESTS = 5
 _MAX_BLOCKS = 3
 _MAX_TOKENS = 12
 _MAX_SLACK = 4
+_MAX_PRIORITY = 2
 _STEPS_PER_HISTORY = 25  # rules of one history
 _NEEDED = frozenset({protocol.STEPPED, protocol.PREEMPT, protocol.RECOMPUTE})
 
@@ -55,6 +56,11 @@ class _Draft:
     operations: list[Operation] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)
     squeezed_since: int | None = None
+
+    @property
+    def has_priorities(self) -> bool:
+        """Whether the engine goes by them."""
+        return self.settings.scheduling_policy == "priority"
 
     def release(self) -> None:
         """End the squeeze, if there is one."""
@@ -155,6 +161,12 @@ class _Notes:
 def _machine(notes: _Notes) -> type[RuleBasedStateMachine]:
     adapter = notes.runner.adapter
     able = adapter.capabilities
+    modes: list[Mode] = [mode for mode in MODES if mode in able] or ["recompute"]
+    resets = [
+        kind
+        for kind in (protocol.RESET_PREFIX_CACHE, protocol.RESET_RUNNING_REQUESTS)
+        if kind in able
+    ]
 
     class History(RuleBasedStateMachine):
         draft: _Draft
@@ -164,10 +176,13 @@ def _machine(notes: _Notes) -> type[RuleBasedStateMachine]:
                 model=notes.task.model, block_sizes=adapter.block_sizes, use_watermark=False
             ),
             slack=st.integers(0, _MAX_SLACK),
+            urgency=st.booleans(),
         )
-        def begin(self, drawn: EngineSettings, slack: int) -> None:
+        def begin(self, drawn: EngineSettings, slack: int, urgency: bool) -> None:
             if protocol.PREFIX_CACHING not in able:
                 drawn = msgspec.structs.replace(drawn, enable_prefix_caching=False)
+            if urgency and protocol.PRIORITY in able:
+                drawn = msgspec.structs.replace(drawn, scheduling_policy="priority")
             self.draft = _Draft(drawn, slack)
 
         @precondition(lambda self: len(self.draft.requests) < _MAX_REQUESTS)
@@ -176,8 +191,9 @@ def _machine(notes: _Notes) -> type[RuleBasedStateMachine]:
             offset=st.sampled_from((0, 1, -1, 2)),
             outputs=st.integers(1, _MAX_TOKENS),
             shares=st.booleans(),
+            priority=st.integers(0, _MAX_PRIORITY),
         )
-        def add(self, blocks: int, offset: int, outputs: int, shares: bool) -> None:
+        def add(self, blocks: int, offset: int, outputs: int, shares: bool, priority: int) -> None:
             draft = self.draft
             size, index = draft.settings.block_size, len(draft.requests)
             length = max(1, blocks * size + offset)
@@ -194,6 +210,7 @@ def _machine(notes: _Notes) -> type[RuleBasedStateMachine]:
                     ),
                     sampling=SamplingSpec(max_tokens=outputs),
                     arrival_step=draft.step,
+                    priority=priority if draft.has_priorities else 0,
                 )
             )
 
@@ -202,10 +219,10 @@ def _machine(notes: _Notes) -> type[RuleBasedStateMachine]:
             self.draft.step += count
 
         @precondition(lambda self: self.draft.requests and able >= _NEEDED)
-        @rule(choice=st.integers(0, _MAX_REQUESTS - 1))
-        def preempt(self, choice: int) -> None:
+        @rule(choice=st.integers(0, _MAX_REQUESTS - 1), mode=st.sampled_from(modes))
+        def preempt(self, choice: int, mode: Mode) -> None:
             request = self.draft.requests[choice % len(self.draft.requests)]
-            self.draft.actions.append(Preempt(request.id, Step(self.draft.step)))
+            self.draft.actions.append(Preempt(request.id, Step(self.draft.step), mode))
 
         @precondition(
             lambda self: protocol.HOLD_BLOCKS in able and self.draft.squeezed_since is None
@@ -227,10 +244,23 @@ def _machine(notes: _Notes) -> type[RuleBasedStateMachine]:
                 Operation(kind="abort", step=self.draft.step, request=request.id)
             )
 
-        @precondition(lambda self: protocol.RESET_PREFIX_CACHE in able)
-        @rule()
-        def reset(self) -> None:
-            self.draft.operations.append(Operation(kind="reset_prefix_cache", step=self.draft.step))
+        @precondition(lambda self: self.draft.requests and self.draft.has_priorities)
+        @rule(choice=st.integers(0, _MAX_REQUESTS - 1), priority=st.integers(0, _MAX_PRIORITY))
+        def change_priority(self, choice: int, priority: int) -> None:
+            request = self.draft.requests[choice % len(self.draft.requests)]
+            self.draft.operations.append(
+                Operation(
+                    kind="set_priority",
+                    step=self.draft.step,
+                    request=request.id,
+                    priority=priority,
+                )
+            )
+
+        @precondition(lambda self: bool(resets))
+        @rule(kind=st.sampled_from(resets or [""]))
+        def reset(self, kind: str) -> None:
+            self.draft.operations.append(Operation(kind=kind, step=self.draft.step))
 
         def teardown(self) -> None:
             if not hasattr(self, "draft") or not self.draft.requests:

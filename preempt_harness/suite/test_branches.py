@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from preempt_harness.adapters.protocol import DerivesBranches
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.suite.shapes import (
     block_size,
@@ -41,6 +42,29 @@ def test_outputs_that_share_a_prompt(
         block_size=block,
     )
     result.assert_preempted(request="victim", mode=mode, at_least=2)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@PARALLEL
+@MODES
+def test_outputs_equal_those_of_requests_of_their_own(preempt: PreemptHarness, mode: str) -> None:
+    """Forks and copies on write happen with room as well; only runs without branches can tell."""
+    require_mode(preempt, mode)
+    if not isinstance(preempt.adapter, DerivesBranches):
+        pytest.skip(f"engine {preempt.adapter.name} has no rule for a branch alone")
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "victim", 2 * block + 1, 3 * block, n=3, temperature=1.0, seed=8),
+        companions(preempt, block, count=1),
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt:victim@step={block + 1}:{mode}",
+        block_size=block,
+        baseline="solo",
+    )
+    result.assert_preempted(request="victim", mode=mode)
     result.assert_matches_baseline()
     result.assert_clean()
 

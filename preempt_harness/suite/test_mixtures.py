@@ -1,6 +1,7 @@
 """Drawn mixtures: settings, shared prefixes, stops, squeezes and plans together.
 
-What a mixture is made of depends on what the engine can do.
+What a mixture is made of depends on what the engine can do, and so does whether it preempts; these
+seeds do on the embedded engine.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from preempt_harness.adapters.protocol import EngineSettings
 from preempt_harness.explore.random_trials import random_trial
 from preempt_harness.harness import PreemptHarness
 
-SEEDS = range(12)
+SEEDS = (1, 2, 3, 4, 6, 7, 8, 10, 11, 12, 15, 16)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -28,6 +29,8 @@ def test_mixture(preempt: PreemptHarness, seed: int) -> None:
     )
     result.assert_matches_baseline()
     result.assert_clean()
+    if not result.preemptions:
+        pytest.skip(f"draw {seed} preempts nobody on engine {preempt.adapter.name}")
 
 
 def _changes(settings: EngineSettings) -> dict[str, Any]:

@@ -40,7 +40,10 @@ ITEMS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         ("min_tokens", "stop_tokens"),
         {"min_tokens": 9, "stop_token_ids": tuple(range(4, 40))},
     ),
-    "stop-tokens": (("stop_tokens",), {"stop_token_ids": tuple(range(4, 8))}),
+    "stop-tokens": (
+        ("min_tokens", "stop_tokens"),
+        {"min_tokens": 3, "stop_token_ids": tuple(range(4, 8))},
+    ),
 }
 
 
@@ -58,17 +61,15 @@ def test_item(preempt: PreemptHarness, item: str, at: str, mode: str) -> None:
         companions(preempt, block, count=1),
         request(preempt, "victim", 4 * block, 4 * block, **sampling),
     )
-    # min-tokens and stop tokens may end the request before its sixth token.
-    anchor = "out=1" if at == "out=6" and item == "stop-tokens" else at
+    # Stop tokens may end the request before its sixth token.
+    anchor = "out=2" if at == "out=6" and item == "stop-tokens" else at
     result = preempt.run(
         workload,
         plan=f"preempt:victim@{anchor}:{mode}",
         block_size=block,
         max_num_batched_tokens=2 * block,
-        expect_preemption=item != "stop-tokens",
     )
-    if item != "stop-tokens":
-        result.assert_preempted(request="victim", mode=mode)
+    result.assert_preempted(request="victim", mode=mode)
     result.assert_matches_baseline()
     result.assert_clean()
 

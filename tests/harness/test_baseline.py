@@ -73,6 +73,26 @@ def test_who_samples_without_a_seed_has_no_solo_baseline(harness: PreemptHarness
         harness.run(workload, baseline="solo")
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_branches_run_alone_too(harness: PreemptHarness, temperature: float) -> None:
+    workload = Workload(requests=requests(n=3, seed=5, temperature=temperature))
+    settings = harness.settings()
+    solo = harness.baselines.get(settings, workload, harness.adapter, "solo")
+    together = harness.baselines.get(settings, workload, harness.adapter)
+    assert len(solo.results["r0"].outputs) == 3
+    assert solo.results["r0"].outputs == together.results["r0"].outputs
+    assert solo.num_preemptions == 0
+
+
+def test_branches_of_an_engine_without_a_rule_have_no_solo_baseline(
+    harness: PreemptHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EmbeddedAdapter, "branch_sampling", lambda *_: None)
+    workload = Workload(requests=requests(n=2, seed=5, temperature=1.0))
+    with pytest.raises(BaselineError, match="no rule by which a branch of r0"):
+        harness.run(workload, baseline="solo")
+
+
 def test_a_reset_that_preempts_is_a_plain_one_in_the_baseline() -> None:
     harness = PreemptHarness(EmbeddedAdapter(), {"model": "exact", "block_size": 4})
     workload = Workload(
