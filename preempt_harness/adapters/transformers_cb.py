@@ -75,7 +75,7 @@ class TransformersAdapter:
             ("CRASH-EXCEPTION", "test_a_request_too_large_is_refused_alone", "too-large"),
             ("CRASH-EXCEPTION", "test_a_prompt_larger_than_the_pool_ends_alone", "too-large"),
             ("CRASH-EXCEPTION", "test_preemption_infeasible", "too-large"),
-            ("ERROR", "test_mixture[348]", "too-large"),
+            ("CRASH-EXCEPTION", "test_mixture[11]", "too-large"),
         )
     )
 
