@@ -8,9 +8,11 @@ Both use private parts of transformers; docs/adapters/transformers-cb.md says wh
 from __future__ import annotations
 
 import json
+import math
 import platform
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -51,6 +53,7 @@ class TransformersAdapter:
             protocol.ABORT,
             protocol.SCORE,
             protocol.RECOMPUTE,
+            protocol.SWAP,
             protocol.PREFIX_CACHING,
             protocol.CHUNKED_PREFILL,
             protocol.LOGPROBS,
@@ -71,6 +74,7 @@ class TransformersAdapter:
         KnownIssue(code=code, scenario=scenario, versions="5.24", link=f"{_PAGE}#{section}")
         for code, scenario, section in (
             ("CRASH-HANG", "test_survivors_cancelled_after_a_preemption[recompute]", "hang"),
+            ("CRASH-HANG", "test_survivors_cancelled_after_a_preemption[swap]", "hang"),
             ("CRASH-HANG", "test_survivors_cancelled_in_a_full_pool", "hang"),
             ("CRASH-EXCEPTION", "test_a_request_too_large_is_refused_alone", "too-large"),
             ("CRASH-EXCEPTION", "test_a_prompt_larger_than_the_pool_ends_alone", "too-large"),
@@ -136,8 +140,9 @@ class TransformersSession:
     """One batch processor, one step a poll.
 
     Args:
-        settings: what the trial asks for; `options` are fields of `ContinuousBatchingConfig`, and
-            "device".
+        settings: what the trial asks for; `options` are fields of `ContinuousBatchingConfig`,
+            "device", "preemption_mode" ("recompute" or "swap") and "swap_space_blocks" (as many as
+            the pool has).
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -147,6 +152,8 @@ class TransformersSession:
 
         options = dict(settings.options)
         self.model = _load_model(settings.model, settings.dtype, options.pop("device", "auto"))
+        self._mode: str = options.pop("preemption_mode", "recompute")
+        num_host_blocks: int = options.pop("swap_space_blocks", settings.num_blocks)
         config = {
             "page_size": settings.block_size,
             "num_blocks": settings.num_blocks,
@@ -158,17 +165,23 @@ class TransformersSession:
             "auto_switch_to_flash": False,
             "use_async_batching": False,
             "return_logprobs": True,
+            "cpu_offload_space": _swap_space_gib(self.model, settings.block_size, num_host_blocks),
             **options,
         }
         self._manager: Any = self.model.init_continuous_batching(  # type: ignore[operator]
             generation_config=GenerationConfig(do_sample=False, eos_token_id=-1),
             continuous_batching_config=ContinuousBatchingConfig(**config),
         )
-        self._processor: Any = self._manager._create_batch_processor()
+        with _unpinned_if_on_cpu(self.model):
+            self._processor: Any = self._manager._create_batch_processor()
         self._manager.batch_processor = self._processor
         _require_one_cache(self._processor)
         self._observer: BatchObserver = BatchObserver(self._processor, self.model)
         self._outputs: dict[str, Any] = {}  # by the engine's names
+        self._offloading = self._processor.offloading_manager
+        self._host_pool = self._offloading._cpu_pool
+        offload = self._offloading.offload_requests
+        self._offloading.offload_requests = lambda: self._offload_in(self._mode, offload)
         self.info = self._describe(settings, config)
 
     def _describe(self, settings: EngineSettings, config: dict[str, Any]) -> SessionInfo:
@@ -261,8 +274,6 @@ class TransformersSession:
         """
         from preempt_harness.adapters.transformers_cb_observer import engine_ids
 
-        if mode != "recompute":
-            raise ValueError(f"mode {mode!r}: without CPU offload space this engine recomputes")
         scheduler, cache = self._processor.scheduler, self._processor.cache
         names = engine_ids(request, self._observer.requests[request].sampling.n)
         active = scheduler.active_requests
@@ -271,9 +282,11 @@ class TransformersSession:
         cache.count_storable_requests = lambda _: -1  # no number of offloads is enough
         active[_STAND_IN] = None
         self._observer.forcing = True
+        natural, self._mode = self._mode, mode
         try:
-            self._processor.offloading_manager.offload_requests()
+            self._offloading.offload_requests()
         finally:
+            self._mode = natural
             self._observer.forcing = False
             del active[_STAND_IN]
             cache.count_storable_requests = count_storable
@@ -301,6 +314,14 @@ class TransformersSession:
         ]
 
     # Inside -------------------------------------------------------------------------------------
+
+    def _offload_in(self, mode: str, offload: Callable[[], bool]) -> bool:
+        """The engine swaps whatever fits in its swap space: to recompute, it must not see any."""
+        self._offloading._cpu_pool = self._host_pool if mode == "swap" else None
+        try:
+            return offload()
+        finally:
+            self._offloading._cpu_pool = self._host_pool
 
     def _drain(self) -> None:
         queue = self._manager.output_router.output_queue
@@ -419,6 +440,56 @@ def _refuse_unsupported(settings: EngineSettings) -> None:
             f"transformers' continuous batching has no {', '.join(lacking)}.",
             "Leave it out; blocks have 4 tokens or more.",
         )
+
+
+def _swap_space_gib(model: nn.Module, block_size: int, num_blocks: int) -> float:
+    """The engine's unit for so many blocks; half a block more, so that rounding loses none."""
+    from transformers.generation.continuous_batching.cache_allocators import (
+        FullAttentionCacheAllocator,
+    )
+    from transformers.generation.continuous_batching.utils import (
+        find_head_dim,
+        find_num_key_value_heads,
+    )
+
+    config: Any = model.config
+    page = FullAttentionCacheAllocator.get_bytes_per_page(
+        find_num_key_value_heads(config),
+        find_head_dim(config),
+        next(model.parameters()).dtype,
+        block_size,
+    )
+    block = math.lcm(config.num_hidden_layers * page, 128)
+    return (num_blocks + 0.5) * block / 2**30 if num_blocks else 0.0
+
+
+@contextmanager
+def _unpinned_if_on_cpu(model: nn.Module) -> Iterator[None]:
+    """Without an accelerator memory cannot be pinned, which only speeds copies up.
+
+    transformers pins its swap space all the same, and fails; with this its swap runs on a CPU.
+    """
+    import torch
+    from transformers.generation.continuous_batching import offloading_manager
+
+    if next(model.parameters()).device.type != "cpu":
+        yield
+        return
+
+    class Unpinned:
+        """torch, whose `empty` pins nothing."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def empty(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+            return torch.empty(*args, **kwargs)
+
+    offloading_manager.torch = Unpinned()
+    try:
+        yield
+    finally:
+        offloading_manager.torch = torch
 
 
 def _require_one_cache(processor: Any) -> None:

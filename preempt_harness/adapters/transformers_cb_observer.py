@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from preempt_harness import record
 from preempt_harness.record import AnyEvent
 from preempt_harness.workload import RequestSpec
@@ -31,6 +33,8 @@ EVENT_NAMES = (
     "BlocksFreed",
     "BlocksCopied",
     "Forked",
+    "SwappedOut",
+    "SwappedIn",
     "Preempted",
     "Resumed",
     "Finished",
@@ -41,6 +45,8 @@ EVENT_NAMES = (
     "StepDone",
     "Computed",
     "WorkerCopied",
+    "WorkerSwappedOut",
+    "WorkerSwappedIn",
     "TokensDelivered",
 )
 
@@ -101,7 +107,9 @@ class BatchObserver:
         self._away: set[str] = set()
         self._num_delivered: Counter[str] = Counter()
         self._num_ended: Counter[str] = Counter()
+        self._held_back: list[AnyEvent] = []  # of an offload whose mode is not known yet
         self._best: dict[str, list[dict[int, float]]] = {}
+        self._swapped: set[str] = set()
         self._is_scheduled = False
         self._has_changed = False
         self._wrap_all()
@@ -141,6 +149,9 @@ class BatchObserver:
         self._wrap(processor.output_router, "deliver", self._deliver)
         self._wrap(processor.output_router, "deliver_batch", self._deliver_batch)
         self._wrap(cache, "free_blocks", self._release)
+        self._wrap(processor.offloading_manager, "offload_requests", self._offload)
+        self._wrap(processor.offloading_manager, "_offload_to_cpu", self._swap_out)
+        self._wrap(processor.offloading_manager, "restore_scheduled_requests", self._swap_in)
         self._wrap(cache, "perform_cache_copy", self._copy)
         self._wrap(self._allocator, "allocate_cache_to_request", self._allocate)
         self._wrap(self._allocator, "acquire_prefix_blocks", self._share)
@@ -179,9 +190,67 @@ class BatchObserver:
         table = self._allocator.block_table.get(engine_id)
         if no_cache and table:
             state = self._processor.scheduler.active_requests[engine_id]
-            self.emit(self._preempted(state))
+            self._held_back.append(self._preempted(state))
             self._away.add(engine_id)
         return original(engine_id, no_cache)
+
+    def _offload(self, original: Callable[..., bool]) -> bool:
+        """Which of the victims were swapped out is known when all have given up their blocks."""
+        self._swapped.clear()
+        result = original()
+        events, self._held_back = self._held_back, []
+        for event in events:
+            if isinstance(event, record.Preempted) and event.seq in self._swapped:
+                event = msgspec.structs.replace(event, mode="swap")
+            self.emit(event)
+        return result
+
+    def _swap_out(
+        self, original: Callable[..., set[str]], victims: list[Any], tables: dict[str, Any]
+    ) -> set[str]:
+        swapped = original(victims, tables)
+        host = self._processor.offloading_manager._request_id_to_cpu_blocks
+        for engine_id in sorted(swapped):
+            (device,), (cpu,) = tables[engine_id].values(), host[engine_id].values()
+            seq, step = sequence_name(engine_id), self._step_of_change()
+            self._swapped.add(seq)
+            pairs = list(zip(device, cpu, strict=True))
+            copied = [pair for pair in pairs if self._is_equal(*pair)]
+            request = seq.rpartition(".")[0]
+            self._held_back += [
+                record.SwappedOut(step, request, self._device_first(pairs)),
+                record.WorkerSwappedOut(step, 0, self._device_first(copied)),
+            ]
+        return swapped
+
+    def _swap_in(self, original: Callable[..., None], batch: list[Any]) -> None:
+        host = self._processor.offloading_manager._request_id_to_cpu_blocks
+        back = {
+            future.state.request_id: next(iter(host[future.state.request_id].values()))
+            for future in batch
+            if future.state.is_cpu_offloaded
+        }
+        original(batch)
+        for engine_id, cpu in back.items():
+            # Blocks for what is new have nothing to come back.
+            pairs = list(zip(self._allocator.block_table[engine_id], cpu, strict=False))
+            copied = [pair for pair in pairs if self._is_equal(*pair)]
+            request = sequence_name(engine_id).rpartition(".")[0]
+            swap = [(host, device) for device, host in self._device_first(pairs)]
+            self.emit(record.SwappedIn(self.step, request, swap))
+            swap = [(host, device) for device, host in self._device_first(copied)]
+            self.emit(record.WorkerSwappedIn(self.step, 0, swap))
+
+    def _is_equal(self, device: int, cpu: int) -> bool:
+        """Whether a block was really copied: the bytes on both sides are the same."""
+        manager = self._processor.offloading_manager
+        if manager._compute_stream is not None:
+            manager._compute_stream.synchronize()
+        (view,) = manager._cpu_views.values()
+        return bool((self._allocator._copy_view[device].cpu() == view[cpu]).all())
+
+    def _device_first(self, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        return [(device - self._first_block, cpu) for device, cpu in pairs]
 
     def _preempted(self, state: Any) -> AnyEvent:
         seq = sequence_name(state.request_id)
@@ -288,19 +357,17 @@ class BatchObserver:
         original(engine_id, no_cache)
         if blocks:
             step = self._step_of_change() if no_cache else self.step
-            self.emit(record.BlocksFreed(step, sequence_name(engine_id), self._ids(blocks)))
+            freed = record.BlocksFreed(step, sequence_name(engine_id), self._ids(blocks))
+            if no_cache:
+                self._held_back.append(freed)
+            else:
+                self.emit(freed)
 
     def record_pool(self) -> None:
         """Sizes and raw content of the pool and the queues."""
         pool, allocator = self._processor.cache.pool, self._allocator
         scheduler = self._processor.scheduler
-        per_sector = allocator.blocks_per_sector
-        free = [
-            block
-            for sector in pool.free_sectors
-            for block in range(sector * per_sector, (sector + 1) * per_sector)
-        ]
-        free += [block for tree in pool._free_blocks[0].trees.values() for block in tree]
+        free = _free_blocks(pool, allocator.blocks_per_sector)
         cached = list(allocator.ledger.cached_blocks)
         tables = {sequence_name(key): self._ids(t) for key, t in allocator.block_table.items() if t}
         used = {block for table in allocator.block_table.values() for block in table}
@@ -324,9 +391,27 @@ class BatchObserver:
                 tables=tables,
                 waiting=[name for name in waiting if name not in running],
                 running=running,
+                **self._host_state(),
             )
         )
         self._has_changed = False
+
+    def _host_state(self) -> dict[str, Any]:
+        """Raw content of the swap space."""
+        manager = self._processor.offloading_manager
+        pool = manager._cpu_pool
+        if pool is None:
+            return {}
+        per_sector = self._allocator.blocks_per_sector
+        host_blocks: dict[str, list[int]] = {}
+        for engine_id, blocks in manager._request_id_to_cpu_blocks.items():
+            request = sequence_name(engine_id).rpartition(".")[0]
+            host_blocks.setdefault(request, []).extend(*blocks.values())
+        return {
+            "num_host_blocks": pool.num_sectors * per_sector,
+            "host_free": _free_blocks(pool, per_sector),
+            "host_blocks": host_blocks,
+        }
 
     # Delivery -----------------------------------------------------------------------------------
 
@@ -472,6 +557,15 @@ class BatchObserver:
                 read_len=len(seen),
             )
         )
+
+
+def _free_blocks(pool: Any, per_sector: int) -> list[int]:
+    """Blocks of a pool that nobody has: of free sectors, and free ones of others."""
+    sectors = [
+        range(sector * per_sector, (sector + 1) * per_sector) for sector in pool.free_sectors
+    ]
+    single = pool._free_blocks[0].trees.values()
+    return [block for blocks in (*sectors, *single) for block in blocks]
 
 
 def finish_reason(output: Any, spec: RequestSpec) -> str:

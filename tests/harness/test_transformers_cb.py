@@ -64,6 +64,26 @@ def test_a_tight_pool_preempts_and_is_clean(harness: PreemptHarness, prefix_cach
     result.assert_clean(require=["kvsan", "tokens", "delivery", "progress"])
 
 
+@pytest.mark.parametrize("host_blocks", [64, 4])
+def test_swap_in_a_tight_pool(harness: PreemptHarness, host_blocks: int) -> None:
+    """What finds no room in the swap space is recomputed."""
+    options = {"preemption_mode": "swap", "swap_space_blocks": host_blocks}
+    result = tight(harness, options=options)
+    result.assert_preempted(mode="swap" if host_blocks == 64 else "recompute")
+    result.assert_matches_baseline()
+    result.assert_clean(require=["kvsan", "tokens", "delivery"])
+
+
+def test_both_ways_of_preempting_in_one_run(harness: PreemptHarness) -> None:
+    workload = harness.workload(requests=2, prompt_tokens=9, max_tokens=10)
+    plan = "preempt:r0@out=3:swap/preempt:r0@out=6/preempt:r1@out=4:swap"
+    result = harness.run(workload, plan=plan)
+    result.assert_preempted(request="r0", mode="swap")
+    result.assert_preempted(request="r0", mode="recompute")
+    result.assert_matches_baseline()
+    result.assert_clean(require=["kvsan"])
+
+
 def test_a_trial_repeats_exactly(harness: PreemptHarness) -> None:
     first = tight(harness)
     first.assert_preempted()
@@ -169,6 +189,47 @@ def test_a_token_lost_on_the_way_back_is_found(
     result = tight(harness)
     assert result.verdict is Verdict.DIVERGED
     assert "TOK-LENGTH" in codes(result)
+
+
+def test_blocks_swapped_back_in_another_order_are_found(
+    harness: PreemptHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+
+    original = OffloadingManager.restore_scheduled_requests
+
+    def disordered(self: Any, batch: list[Any]) -> None:
+        for blocks in self._request_id_to_cpu_blocks.values():
+            for host in blocks.values():
+                host.reverse()
+        original(self, batch)
+
+    monkeypatch.setattr(OffloadingManager, "restore_scheduled_requests", disordered)
+    workload = harness.workload(requests=2, prompt_tokens=9, max_tokens=8)
+    result = harness.run(workload, plan="preempt:r0@out=3:swap")
+    assert result.verdict is Verdict.DIVERGED
+    assert "KVSAN-STALE-READ" in codes(result)
+
+
+def test_blocks_that_are_not_swapped_back_are_found(
+    harness: PreemptHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.generation.continuous_batching import offloading_manager
+
+    original = offloading_manager.OffloadingManager.restore_scheduled_requests
+
+    def forgetful(self: Any, batch: list[Any]) -> None:
+        copy_view = self.cache.cache_allocators["full_attention"]._copy_view
+        before = copy_view.clone()
+        original(self, batch)
+        copy_view.copy_(before)
+
+    monkeypatch.setattr(
+        offloading_manager.OffloadingManager, "restore_scheduled_requests", forgetful
+    )
+    workload = harness.workload(requests=2, prompt_tokens=9, max_tokens=8)
+    result = harness.run(workload, plan="preempt:r0@out=3:swap/preempt:r0@out=5:swap")
+    assert any(code.startswith("KVSAN-") for code in codes(result))
 
 
 def test_a_block_read_for_another_is_found(
