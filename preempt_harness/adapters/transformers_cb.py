@@ -80,6 +80,7 @@ class TransformersAdapter:
             ("CRASH-EXCEPTION", "test_a_prompt_larger_than_the_pool_ends_alone", "too-large"),
             ("CRASH-EXCEPTION", "test_preemption_infeasible", "too-large"),
             ("CRASH-EXCEPTION", "test_mixture[11]", "too-large"),
+            ("CRASH-EXCEPTION", "test_several_outputs_with_one_token_to_compute[*", "one-token"),
         )
     )
 

@@ -531,7 +531,7 @@ class BatchObserver:
         seen: list[int],
     ) -> None:
         seq = sequence_name(engine_id)
-        start = positions[0] if positions else 0
+        start = positions[0] if positions else len(seen)
         if positions != list(range(start, start + len(positions))):
             raise UnreadableIndexError(f"{seq}: positions {positions} are not consecutive")
         table = [slot // self._page for slot in seen[:: self._page]]

@@ -9,7 +9,7 @@ import pytest
 
 from preempt_harness.budget import KVBudget
 from preempt_harness.harness import PreemptHarness
-from preempt_harness.suite.shapes import block_size, request, together
+from preempt_harness.suite.shapes import block_size, drawn, request, together
 from preempt_harness.workload import Operation, Workload
 
 
@@ -80,6 +80,23 @@ def test_a_prefix_that_is_asked_for_again(preempt: PreemptHarness, extra: int) -
         request(preempt, "r0", prefix, 2 * block),
         request(preempt, "r1", more[0], 2 * block, arrival_step=block),
         request(preempt, "r2", more[1], 2 * block, arrival_step=5 * block),
+    )
+    result = preempt.run(
+        workload, "roomy", block_size=block, baseline="solo", expect_preemption=False
+    )
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("parallel_sampling")
+@pytest.mark.parametrize("found", [False, True], ids=["short-prompt", "prefix-found"])
+def test_several_outputs_with_one_token_to_compute(preempt: PreemptHarness, found: bool) -> None:
+    """The prompt has one token, or all but one are found: what is there to be shared?"""
+    block = block_size(preempt)
+    prompt = preempt.prompts.take(block + 1 if found else 1)
+    workload = together(
+        request(preempt, "r0", prompt, block),
+        request(preempt, "r1", prompt, block, arrival_step=2 * block, n=2, **drawn(preempt, 3)),
     )
     result = preempt.run(
         workload, "roomy", block_size=block, baseline="solo", expect_preemption=False

@@ -199,9 +199,10 @@ def test_blocks_swapped_back_in_another_order_are_found(
     original = OffloadingManager.restore_scheduled_requests
 
     def disordered(self: Any, batch: list[Any]) -> None:
-        for blocks in self._request_id_to_cpu_blocks.values():
-            for host in blocks.values():
-                host.reverse()
+        for future in batch:
+            if future.state.is_cpu_offloaded:
+                for host in self._request_id_to_cpu_blocks[future.state.request_id].values():
+                    host.reverse()
         original(self, batch)
 
     monkeypatch.setattr(OffloadingManager, "restore_scheduled_requests", disordered)
