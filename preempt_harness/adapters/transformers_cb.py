@@ -80,6 +80,7 @@ class TransformersAdapter:
             ("CRASH-EXCEPTION", "test_a_prompt_larger_than_the_pool_ends_alone", "too-large"),
             ("CRASH-EXCEPTION", "test_preemption_infeasible", "too-large"),
             ("CRASH-EXCEPTION", "test_mixture[11]", "too-large"),
+            ("CRASH-EXCEPTION", "test_a_used_swap_space_too_small_for_the_next", "swap-space"),
             ("CRASH-EXCEPTION", "test_several_outputs_with_one_token_to_compute[*", "one-token"),
         )
     )
@@ -132,7 +133,7 @@ class ThreadedTransformersAdapter(TransformersAdapter):
     capabilities = TransformersAdapter.capabilities - {protocol.STEPPED, protocol.PREEMPT}
 
     def open(self, settings: EngineSettings) -> ThreadedTransformersSession:
-        """As for the stepped engine; the thread starts at once."""
+        """As for the stepped engine; the thread starts with the first poll."""
         _refuse_unsupported(settings)
         return ThreadedTransformersSession(settings)
 
@@ -216,12 +217,7 @@ class TransformersSession:
         from preempt_harness.adapters.transformers_cb_observer import stop_ids
 
         sampling = request.sampling
-        self._observer.requests[request.id] = request
-        self._observer.emit(
-            record.Arrived(
-                self._observer.step, request.id, request.prompt_token_ids, sampling.max_tokens
-            )
-        )
+        self._observer.enter(request)
         self._manager.num_return_sequences = sampling.n
         self._manager.add_request(
             request.prompt_token_ids,
@@ -374,7 +370,7 @@ class ThreadedTransformersSession(TransformersSession):
 
         self._has_raised = False
         self._processor.update_batch = update_and_end_step
-        self._manager.start()
+        self._has_started = False
 
     def poll(self, timeout_s: float) -> Sequence[AnyEvent]:
         """Wait for an output, or until the thread has died.
@@ -382,6 +378,9 @@ class ThreadedTransformersSession(TransformersSession):
         Raises:
             Exception: what ended the thread. `generate_batch` would return what there is instead.
         """
+        if not self._has_started:  # with all that was submitted before: they arrive together
+            self._has_started = True
+            self._manager.start()
         output = self._manager.get_result(timeout=min(timeout_s, _POLL_S))
         if output is not None:
             self._keep(output)
@@ -397,7 +396,8 @@ class ThreadedTransformersSession(TransformersSession):
         What ended the thread may come to light only here: the engine hands all requests back as
         failed before it says why.
         """
-        self._manager.stop(block=True, hard_stop=True)
+        if self._has_started:
+            self._manager.stop(block=True, hard_stop=True)
         error = self._fatal_error()
         if error is not None and not self._has_raised:
             self._observer.emit(

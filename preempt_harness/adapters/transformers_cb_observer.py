@@ -9,6 +9,7 @@ Block ids of the record start at 0: the engine's first two sectors are trash tha
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -104,6 +105,8 @@ class BatchObserver:
         self._events: deque[AnyEvent] = deque()
         self._tables: dict[str, list[int]] = {}
         self._stays: dict[str, _Stay] = {}
+        self._entering: list[str] = []  # on their way to the scheduler
+        self._lock = threading.Lock()
         self._away: set[str] = set()
         self._num_delivered: Counter[str] = Counter()
         self._num_ended: Counter[str] = Counter()
@@ -117,6 +120,17 @@ class BatchObserver:
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             model.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
+
+    def enter(self, request: RequestSpec) -> None:
+        """A request is about to be handed to the engine, perhaps by another thread than its own."""
+        with self._lock:
+            self.requests[request.id] = request
+            self._entering.append(request.id)
+            self.emit(
+                record.Arrived(
+                    self.step, request.id, request.prompt_token_ids, request.sampling.max_tokens
+                )
+            )
 
     def emit(self, event: AnyEvent) -> None:
         """Add an event."""
@@ -145,6 +159,7 @@ class BatchObserver:
         processor = self._processor
         cache, scheduler = processor.cache, processor.scheduler
         self._wrap(scheduler, "schedule_batch", self._schedule_batch)
+        self._wrap(scheduler, "add_waiting_request", self._take_in)
         self._wrap(scheduler, "clear_cancelled_requests", self._cancel)
         self._wrap(processor.output_router, "deliver", self._deliver)
         self._wrap(processor.output_router, "deliver_batch", self._deliver_batch)
@@ -184,6 +199,12 @@ class BatchObserver:
             )
         self._is_scheduled = bool(result[0])
         return result
+
+    def _take_in(self, original: Callable[..., None], state: Any) -> None:
+        original(state)
+        if state.request_id in self._entering:
+            with self._lock:
+                self._entering.remove(state.request_id)
 
     def _release(self, original: Callable[..., Any], engine_id: str, no_cache: bool = False) -> Any:
         """Only an offload gives blocks up uncached: its victim keeps its place in a queue."""
@@ -365,6 +386,10 @@ class BatchObserver:
 
     def record_pool(self) -> None:
         """Sizes and raw content of the pool and the queues."""
+        with self._lock:
+            self._record_pool()
+
+    def _record_pool(self) -> None:
         pool, allocator = self._processor.cache.pool, self._allocator
         scheduler = self._processor.scheduler
         free = _free_blocks(pool, allocator.blocks_per_sector)
@@ -372,7 +397,7 @@ class BatchObserver:
         tables = {sequence_name(key): self._ids(t) for key, t in allocator.block_table.items() if t}
         used = {block for table in allocator.block_table.values() for block in table}
         shared = allocator.ledger.shared_ref_counts
-        waiting = _requests(scheduler.waiting_requests)
+        waiting = [*self._entering, *_requests(scheduler.waiting_requests)]
         running = _requests(scheduler.active_requests)
         self.emit(
             record.PoolCounts(

@@ -128,7 +128,8 @@ class _Preemptions:
         if self._scheduled_in.get(unit) == event.step:
             self._report_scheduled(event.step, request, event.step)
         self._away[unit] = event.step
-        if request not in self._branched:  # of several branches the event's figures are nobody's
+        first = event.seq in ("", f"{request}.0")
+        if request not in self._branched and first:  # of several branches they are nobody's
             self._judge_figures(event)
 
     def _judge_figures(self, event: Preempted) -> None:

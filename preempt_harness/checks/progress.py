@@ -59,12 +59,12 @@ class StepBounds:
 def step_bounds(record: TrialRecord) -> StepBounds:
     """Bounds by formula over the planned work of a record.
 
-    Where branches are preempted one by one, each is admitted and computed like a request.
+    Where branches are admitted or preempted one by one, each counts like a request.
     """
     specs = list(workload_of(record).values())
     budget = record.header.config.get("max_num_batched_tokens")
     chunk = budget if isinstance(budget, int) else 1
-    one_by_one = any(isinstance(event, Preempted) and event.seq for event in record.events)
+    one_by_one = _branches_one_by_one(record)
     units = [
         (spec, 1 if one_by_one else spec.sampling.num_sequences)
         for spec in specs
@@ -74,8 +74,10 @@ def step_bounds(record: TrialRecord) -> StepBounds:
         num_blocks_for(spec.num_prompt_tokens + spec.sampling.max_tokens, chunk)
         for spec, _ in units
     ]
+    places = record.header.config.get("max_num_seqs")
+    at_once = min(chunk, places) if isinstance(places, int) else chunk
     work = sum(times) + sum(
-        spec.sampling.max_tokens * num_blocks_for(together, chunk) + _SPARE
+        spec.sampling.max_tokens * num_blocks_for(together, at_once) + _SPARE
         for spec, together in units
     )
     last_arrival = max((spec.arrival_step for spec in specs), default=0)
@@ -94,6 +96,21 @@ def step_bounds(record: TrialRecord) -> StepBounds:
         ),
         stall_formula=f"sum of {sum(times)} steps of computing anew and {_SPARE} per request",
     )
+
+
+def _branches_one_by_one(record: TrialRecord) -> bool:
+    """Whether a branch was preempted alone, or computed from nothing though nobody was."""
+    preempted: set[str] = set()
+    for event in record.events:
+        if isinstance(event, Preempted):
+            if event.seq:
+                return True
+            preempted.add(event.request)
+        elif isinstance(event, Scheduled) and event.start == 0:
+            request, _, branch = event.seq.rpartition(".")
+            if branch != "0" and request not in preempted:
+                return True
+    return False
 
 
 def check_steps(record: TrialRecord) -> CheckResult:

@@ -194,7 +194,7 @@ def test_identical_prompts(preempt: PreemptHarness) -> None:
     result.assert_clean()
 
 
-@pytest.mark.preempt_requires("prefix_caching")
+@pytest.mark.preempt_requires("prefix_caching", "stepped")
 def test_evicted_and_asked_for_again(preempt: PreemptHarness) -> None:
     """A prefix is evicted by others and comes again: its old entry must lead nowhere."""
     block = block_size(preempt)

@@ -149,3 +149,23 @@ def test_aborted_while_swapped_out(preempt: PreemptHarness) -> None:
     result.assert_preempted(request="victim", mode="swap")
     result.assert_matches_baseline()
     result.assert_clean()
+
+
+@FORCED
+def test_a_used_swap_space_too_small_for_the_next(preempt: PreemptHarness) -> None:
+    """One was there and has come back; what it left is less than another one needs, by one."""
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "small", block, 6 * block),
+        request(preempt, "large", 5 * block, 3 * block),
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt:small@out=2:swap/preempt:large@out={2 * block}:swap",
+        block_size=block,
+        options=space(6),
+    )
+    result.assert_preempted(request="small", mode="swap")
+    result.assert_preempted(request="large")
+    result.assert_matches_baseline()
+    result.assert_clean()
