@@ -218,13 +218,14 @@ class BatchObserver:
     def _offload(self, original: Callable[..., bool]) -> bool:
         """Which of the victims were swapped out is known when all have given up their blocks."""
         self._swapped.clear()
-        result = original()
-        events, self._held_back = self._held_back, []
-        for event in events:
-            if isinstance(event, record.Preempted) and event.seq in self._swapped:
-                event = msgspec.structs.replace(event, mode="swap")
-            self.emit(event)
-        return result
+        try:
+            return original()
+        finally:
+            events, self._held_back = self._held_back, []
+            for event in events:
+                if isinstance(event, record.Preempted) and event.seq in self._swapped:
+                    event = msgspec.structs.replace(event, mode="swap")
+                self.emit(event)
 
     def _swap_out(
         self, original: Callable[..., set[str]], victims: list[Any], tables: dict[str, Any]

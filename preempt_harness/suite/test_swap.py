@@ -157,6 +157,7 @@ def test_a_used_swap_space_too_small_for_the_next(preempt: PreemptHarness) -> No
     block = block_size(preempt)
     workload = together(
         request(preempt, "small", block, 6 * block),
+        request(preempt, "brief", block, block),  # some engines admit when somebody has finished
         request(preempt, "large", 5 * block, 3 * block),
     )
     result = preempt.run(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -136,6 +137,15 @@ def test_an_aborted_request_leaves_the_others(adapter_of: Any) -> None:
     result.assert_matches_baseline()
     result.assert_clean()
     assert result.record.results["r1"].outputs[0].finish_reason == "abort"
+
+
+def test_a_late_arrival_is_not_waited_for_while_nothing_runs(adapter_of: Any) -> None:
+    """Polls of an idle server would only pass by their time limit."""
+    first, late = requests(5, 9)
+    workload = Workload(requests=[first, msgspec.structs.replace(late, arrival_step=1000)])
+    result = run(adapter_of("good"), workload)
+    result.assert_matches_baseline()
+    result.assert_clean()
 
 
 def test_scores_are_of_the_continuation(adapter_of: Any) -> None:
