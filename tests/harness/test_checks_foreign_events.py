@@ -184,7 +184,9 @@ def test_each_branch_counts_like_a_request_in_the_step_bound() -> None:
         return step_bounds(TrialRecord(header=header, events=events)).total
 
     events = branches(with_return=True)
-    together = [event for event in events if not isinstance(event, Preempted)]
+    together = events[: next(i for i, e in enumerate(events) if isinstance(e, Preempted))]
     # One step to compute it from nothing, two outputs, two steps to spare.
     assert bound(together) == 1 + 2 + 2
     assert bound(events) == 2 * (1 + 2 + 2)
+    alone = Scheduled(3, "r0.1", 0, 5)  # computed from nothing, though nobody was preempted
+    assert bound([*together, alone]) == 2 * (1 + 2 + 2)
