@@ -372,6 +372,9 @@ class ThreadedTransformersSession(TransformersSession):
         self._processor.update_batch = update_and_end_step
         self._has_started = False
 
+    def stream_to(self, sink: Callable[[Sequence[AnyEvent]], None]) -> None:
+        """Not from the manager's thread: two threads would tell one story in pieces."""
+
     def poll(self, timeout_s: float) -> Sequence[AnyEvent]:
         """Wait for an output, or until the thread has died.
 

@@ -271,7 +271,7 @@ def test_survivors_cancelled_after_a_preemption(preempt: PreemptHarness, mode: s
     result.assert_clean()
 
 
-@pytest.mark.preempt_requires("abort")
+@pytest.mark.preempt_requires("abort", "stepped")
 def test_survivors_cancelled_in_a_full_pool(preempt: PreemptHarness) -> None:
     """The same without a forced preemption: the pool has room for two of three until the end."""
     block = block_size(preempt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import preempt_harness.suite
 from preempt_harness.adapters.transformers_cb import (
     ThreadedTransformersAdapter,
+    ThreadedTransformersSession,
     TransformersAdapter,
 )
 from preempt_harness.harness import PreemptHarness
@@ -306,10 +308,34 @@ def test_the_managers_thread_preempts_and_is_clean(threaded: PreemptHarness) -> 
     result.assert_clean(require=["kvsan", "tokens", "delivery"])
 
 
-def test_the_managers_thread_hangs_when_survivors_are_cancelled(threaded: PreemptHarness) -> None:
+def test_the_managers_thread_hangs_when_survivors_are_cancelled(
+    threaded: PreemptHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.generation.continuous_batching.continuous_api import (
+        ContinuousBatchProcessor,
+    )
+
+    cancelled = threading.Event()
+    update, abort = ContinuousBatchProcessor.update_batch, ThreadedTransformersSession.abort
+
+    def updating(self: Any) -> None:
+        """Go on only when the request was cancelled, whatever the two threads do."""
+        update(self)
+        state = self.scheduler.active_requests.get("r0")
+        if state is not None and len(state.generated_tokens) >= 16:
+            cancelled.wait(60)
+
+    def aborting(self: ThreadedTransformersSession, request: str) -> None:
+        abort(self, request)
+        cancelled.set()
+
     workload = threaded.workload(requests=2, prompt_tokens=8, max_tokens=32)
+    baseline = threaded.baselines.get(threaded.settings(), workload, threaded.adapter)
+    assert not baseline.problems
+    monkeypatch.setattr(ContinuousBatchProcessor, "update_batch", updating)
+    monkeypatch.setattr(ThreadedTransformersSession, "abort", aborting)
     result = threaded.run(workload, 10, plan="abort:r0@out=16")
-    result.assert_preempted()
+    result.assert_preempted(request="r1")
     assert result.verdict is Verdict.HANG
 
 
