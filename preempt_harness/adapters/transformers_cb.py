@@ -197,6 +197,7 @@ class TransformersSession:
                 "max_num_batched_tokens": self._processor.max_batch_tokens,
                 "max_num_seqs": settings.max_num_seqs,
                 "enable_prefix_caching": settings.enable_prefix_caching,
+                "branches_one_by_one": True,
                 "dtype": str(parameter.dtype).removeprefix("torch."),
                 "device": parameter.device.type,
             },

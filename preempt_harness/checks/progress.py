@@ -59,12 +59,12 @@ class StepBounds:
 def step_bounds(record: TrialRecord) -> StepBounds:
     """Bounds by formula over the planned work of a record.
 
-    Where branches are admitted or preempted one by one, each counts like a request.
+    Where an engine schedules each branch for itself, each counts like a request.
     """
     specs = list(workload_of(record).values())
     budget = record.header.config.get("max_num_batched_tokens")
     chunk = budget if isinstance(budget, int) else 1
-    one_by_one = _branches_one_by_one(record)
+    one_by_one = bool(record.header.config.get("branches_one_by_one"))
     units = [
         (spec, 1 if one_by_one else spec.sampling.num_sequences)
         for spec in specs
@@ -96,21 +96,6 @@ def step_bounds(record: TrialRecord) -> StepBounds:
         ),
         stall_formula=f"sum of {sum(times)} steps of computing anew and {_SPARE} per request",
     )
-
-
-def _branches_one_by_one(record: TrialRecord) -> bool:
-    """Whether a branch was preempted alone, or computed from nothing though nobody was."""
-    preempted: set[str] = set()
-    for event in record.events:
-        if isinstance(event, Preempted):
-            if event.seq:
-                return True
-            preempted.add(event.request)
-        elif isinstance(event, Scheduled) and event.start == 0:
-            request, _, branch = event.seq.rpartition(".")
-            if branch != "0" and request not in preempted:
-                return True
-    return False
 
 
 def check_steps(record: TrialRecord) -> CheckResult:

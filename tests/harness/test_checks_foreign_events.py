@@ -6,7 +6,10 @@ up for the one there, and every output of a request is a request of its own to t
 
 from __future__ import annotations
 
+from typing import Any
+
 from preempt_harness.checks import run_checks
+from preempt_harness.checks.progress import step_bounds
 from preempt_harness.record import (
     AnyEvent,
     Arrived,
@@ -163,30 +166,24 @@ def test_a_branch_that_runs_without_having_come_back_is_found() -> None:
 
 
 def test_each_branch_counts_like_a_request_in_the_step_bound() -> None:
-    from preempt_harness.checks.progress import step_bounds
+    workload = Workload(
+        requests=[
+            RequestSpec(id="r0", prompt_token_ids=PROMPT, sampling=SamplingSpec(max_tokens=2, n=2))
+        ]
+    )
 
-    def bound(events: list[AnyEvent]) -> int:
-        workload = Workload(
-            requests=[
-                RequestSpec(
-                    id="r0", prompt_token_ids=PROMPT, sampling=SamplingSpec(max_tokens=2, n=2)
-                )
-            ]
-        )
+    def bound(**config: Any) -> int:
         header = Header(
             workload=workload.to_builtins(),
             engine="by-hand",
             model="toy",
-            config={"max_num_batched_tokens": 64},
+            config={"max_num_batched_tokens": 64, **config},
             block_size=BLOCK,
             num_blocks=8,
         )
-        return step_bounds(TrialRecord(header=header, events=events)).total
+        return step_bounds(TrialRecord(header=header)).total
 
-    events = branches(with_return=True)
-    together = events[: next(i for i, e in enumerate(events) if isinstance(e, Preempted))]
     # One step to compute it from nothing, two outputs, two steps to spare.
-    assert bound(together) == 1 + 2 + 2
-    assert bound(events) == 2 * (1 + 2 + 2)
-    alone = Scheduled(3, "r0.1", 0, 5)  # computed from nothing, though nobody was preempted
-    assert bound([*together, alone]) == 2 * (1 + 2 + 2)
+    assert bound() == 1 + 2 + 2
+    assert bound(branches_one_by_one=True) == 2 * (1 + 2 + 2)
+    assert bound(max_num_seqs=1) == 1 + 2 * 2 + 2  # two branches take turns
