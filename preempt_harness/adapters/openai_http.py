@@ -124,7 +124,7 @@ class OpenAIHttpAdapter:
         given = os.environ
         self._url = url or given.get("PREEMPT_HTTP_URL")
         self._command = command or json.loads(given.get("PREEMPT_HTTP_COMMAND", "null"))
-        self._preset = PRESETS[preset or given.get("PREEMPT_HTTP_PRESET", "vllm")]
+        self._preset = _preset(preset or given.get("PREEMPT_HTTP_PRESET", "vllm"))
         self._vocab_size = vocab_size or int(given.get("PREEMPT_HTTP_VOCAB_SIZE", 0))
         self._start_timeout_s = start_timeout_s
         self._server: ServerProcess | None = None
@@ -443,6 +443,14 @@ class HttpSession:
         if status != http.client.OK:
             raise NoCounterError(f"/metrics answers with status {status}")
         return count_of(self._preset.preemptions, text)
+
+
+def _preset(name: str) -> ServerPreset:
+    if name not in PRESETS:
+        raise ServerStartError(
+            f"There is no server preset {name!r}.", f"Presets are {', '.join(PRESETS)}."
+        )
+    return PRESETS[name]
 
 
 def count_of(names: Sequence[str], metrics: str) -> int:

@@ -266,6 +266,11 @@ def test_without_a_server_one_line_says_what_to_set(monkeypatch: pytest.MonkeyPa
     assert "\n" not in missing
 
 
+def test_an_unknown_preset_is_named_with_those_there_are() -> None:
+    with pytest.raises(ServerStartError, match=r"no server preset 'vlm'.*vllm, sglang, llama.cpp"):
+        OpenAIHttpAdapter(preset="vlm")
+
+
 def test_the_environment_names_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREEMPT_HTTP_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("PREEMPT_HTTP_PRESET", "llama.cpp")
