@@ -63,5 +63,22 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.checked_step
 	$(BIN)/python -m benchmarks.import_time
 
+# Other people's engines, each in an environment of its own; see docs/adapters.
+peers: peers-nano-vllm-scheduler peers-vllm-scheduler
+
+.venv-peers-%/.installed: peers/%.sh pyproject.toml
+	$(PYTHON) -m venv .venv-peers-$*
+	sh peers/$*.sh .venv-peers-$*/bin/python
+	touch $@
+
+peers-nano-vllm-scheduler: .venv-peers-nano-vllm-scheduler/.installed
+	.venv-peers-nano-vllm-scheduler/bin/python -m pytest -q tests/harness/test_nano_vllm_scheduler.py
+	.venv-peers-nano-vllm-scheduler/bin/python -m pytest -q -p preempt_harness --pyargs preempt_harness.suite --preempt-engine nano-vllm-scheduler
+
+peers-vllm-scheduler: .venv-peers-vllm-scheduler/.installed
+	.venv-peers-vllm-scheduler/bin/python -m pytest -q tests/harness/test_vllm_scheduler.py
+	.venv-peers-vllm-scheduler/bin/python -m pytest -q -p preempt_harness --pyargs preempt_harness.suite --preempt-engine vllm-scheduler
+	.venv-peers-vllm-scheduler/bin/python -m pytest -q -p preempt_harness --pyargs preempt_harness.suite --preempt-engine vllm-scheduler-async
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers-* .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -148,7 +148,7 @@ def campaign_budget(trials: int, first_seed: int, model: str) -> Counter[str]:
         counts["trials"] += 1
         if preempts(room.num_blocks_never) or preempts(room.num_blocks):
             _report(counts, "roomy budgets that preempt", seed)
-        lengths = output_lengths(baselines.get(settings, workload, adapter), workload)
+        lengths = output_lengths(baselines.get(settings, workload, adapter))
         try:
             tight = KVBudget.tight(workload, admission, output_lengths=lengths)
         except NoPreemptingBudgetError:

@@ -26,7 +26,9 @@ from preempt_harness.adapters.embedded import EmbeddedAdapter
 from preempt_harness.adapters.protocol import EngineSettings
 from preempt_harness.budget import KVBudget
 from preempt_harness.checks import CheckOptions, run_checks
+from preempt_harness.checks._accounting_counters import TalliedTrial
 from preempt_harness.checks.run import PARTS
+from preempt_harness.checks.trace import Trace
 from preempt_harness.record import Baseline, TrialRecord
 from preempt_harness.trial import Trial, run_trial
 from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
@@ -71,14 +73,26 @@ def main() -> None:
 
 
 def part_costs(short: Trial, long: Trial, repeats: int) -> dict[str, float]:
-    """Part of a check -> microseconds per step, median."""
+    """Part of a check -> microseconds per step, median.
+
+    What several parts share stands by itself: "trace", the rows of a step taken together, and
+    "totals", the harness's own counts.
+    """
     records = [_own_baseline(run_trial(trial, EmbeddedAdapter())) for trial in (short, long)]
     costs: dict[str, Callable[[], float]] = {}
+    costs["trace"] = partial(_difference_us, *(partial(_batches, record) for record in records))
+    traces = [Trace(record) for record in records]
+    costs["totals"] = partial(_difference_us, *(partial(TalliedTrial, trace) for trace in traces))
     for part in PARTS:
-        judge = [partial(part.run, record, CheckOptions()) for record in records]
+        judge = [partial(part.run, trace, CheckOptions()) for trace in traces]
         costs[f"{part.check} {part.part}"] = partial(_difference_us, *judge)
     figures = paired(costs, repeats)
     return {name: median(values) for name, values in figures.items()}
+
+
+def _batches(record: TrialRecord) -> None:
+    """What all parts share: rows of a step taken together."""
+    assert Trace(record).batches
 
 
 def trial_of(running: int, context: int, max_tokens: int) -> Trial:

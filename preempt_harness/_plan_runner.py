@@ -126,6 +126,11 @@ class PlanRunner:
                 self._evaluate(entry, step, views)
         return [command for firing in self._firings for command in firing.commands]
 
+    @property
+    def is_over(self) -> bool:
+        """No action has anything more to do; the requests need not be followed any further."""
+        return not any(entry.active for entry in self._entries)
+
     def refuse(self, command: Command, why: str) -> None:
         """The engine did not carry out this command of the last `before_step`.
 

@@ -6,14 +6,15 @@ followed, one that shows only deliveries to the extent of what it shows. Knows n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from preempt_harness.record import (
     Aborted,
     AnyEvent,
     Arrived,
+    Event,
     Finished,
     Preempted,
     Resumed,
@@ -60,6 +61,16 @@ class RequestViews:
         self._prefill_ends: dict[str, int] = {}
         self._schedule_is_shown = False
         self._last_choice: dict[str, int] = {}
+        self._handlers: dict[type[Event], Callable[[Any], None]] = {
+            Arrived: self._arrived,
+            Scheduled: self._scheduled,
+            TokensChosen: self._chosen,
+            TokensDelivered: self._delivered,
+            Preempted: self._preempted,
+            Resumed: self._resumed,
+            Finished: self._ended,
+            Aborted: self._ended,
+        }
 
     @property
     def views(self) -> Mapping[str, RequestView]:
@@ -69,27 +80,22 @@ class RequestViews:
     def apply(self, events: Iterable[AnyEvent]) -> None:
         """Take in what happened."""
         for event in events:
-            match event:
-                case Arrived():
-                    self._view(event.request).num_prompt_tokens = len(event.prompt_token_ids)
-                case Scheduled():
-                    self._scheduled(event)
-                case TokensChosen():
-                    self._chosen(event)
-                case TokensDelivered():
-                    self._delivered(event)
-                case Preempted() | Resumed() if event.seq and not event.seq.endswith(".0"):
-                    pass  # of another branch than the first
-                case Preempted():
-                    self._preempted(event)
-                case Resumed():
-                    view = self._view(event.request)
-                    view.status = "running"
-                    view.num_resumes += 1
-                case Finished() | Aborted():
-                    self._view(event.request).status = "finished"
-                case _:
-                    pass
+            handler = self._handlers.get(type(event))
+            if handler is not None:
+                handler(event)
+
+    def _arrived(self, event: Arrived) -> None:
+        self._view(event.request).num_prompt_tokens = len(event.prompt_token_ids)
+
+    def _resumed(self, event: Resumed) -> None:
+        if _of_another_branch(event):
+            return
+        view = self._view(event.request)
+        view.status = "running"
+        view.num_resumes += 1
+
+    def _ended(self, event: Finished | Aborted) -> None:
+        self._view(event.request).status = "finished"
 
     def _view(self, request: str) -> RequestView:
         return self._views.setdefault(request, RequestView())
@@ -123,9 +129,16 @@ class RequestViews:
             view.status = "running"  # its tokens are all that tells
 
     def _preempted(self, event: Preempted) -> None:
+        if _of_another_branch(event):
+            return
         view = self._view(event.request)
         view.status = "waiting"
         view.num_preemptions += 1
         if event.mode != "swap":
             view.num_chunks = 0
             view.num_computed_tokens = 0
+
+
+def _of_another_branch(event: Preempted | Resumed) -> bool:
+    """Whether it concerns one branch alone, which is not the first."""
+    return bool(event.seq) and not event.seq.endswith(".0")

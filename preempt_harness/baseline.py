@@ -194,16 +194,12 @@ def _joined(branches: Sequence[RequestResult]) -> RequestResult:
     )
 
 
-def output_lengths(baseline: Baseline, workload: Workload) -> dict[str, int]:
-    """Request -> output tokens, for the requests that run to their own end."""
-    aborted = {item.request for item in workload.operations if item.kind == "abort"}
+def output_lengths(baseline: Baseline) -> dict[str, int]:
+    """Request -> output tokens of its first branch, for the requests that ran to their own end."""
     return {
         request: len(result.outputs[0].token_ids)
         for request, result in baseline.results.items()
-        if request not in aborted
-        and result.finished
-        and result.outputs
-        and result.outputs[0].finish_reason != "abort"
+        if result.finished and result.outputs
     }
 
 

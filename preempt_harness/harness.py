@@ -197,7 +197,7 @@ class PreemptHarness:
         else:
             wanted = self.settings(**settings)
             expected = self.baselines.get(wanted, workload, self.adapter, baseline)
-            lengths = output_lengths(expected, workload)
+            lengths = output_lengths(expected)
             trial = self._trial(workload, budget, plan, wanted, lengths)
         started = time.perf_counter()
         record = self.run_unjudged(trial)

@@ -17,15 +17,18 @@ from typing import Any, get_args
 
 import msgspec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 def _snake_case(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-class Event(msgspec.Struct, frozen=True, tag_field="event", tag=_snake_case):
-    """Base of all events. `step` is the step during, or before, which it happened."""
+class Event(msgspec.Struct, frozen=True, gc=False, tag_field="event", tag=_snake_case):
+    """Base of all events. `step` is the step during, or before, which it happened.
+
+    Plain data without cycles, so the garbage collector need not look at them.
+    """
 
     step: int
 
@@ -175,7 +178,8 @@ class PoolCounts(Event, frozen=True):
 class PoolState(Event, frozen=True):
     """Raw content of the pool and the queues; an outside accountant recomputes everything.
 
-    `host_blocks` is request -> host blocks with its content, for requests that are swapped out.
+    `ref_counts` has the references of every block, by block id, [num_blocks]. `host_blocks` is
+    request -> host blocks with its content, for requests that are swapped out.
     """
 
     num_blocks: int
@@ -183,7 +187,7 @@ class PoolState(Event, frozen=True):
     cached: list[int]
     held: list[int]
     fenced: list[int]
-    ref_counts: dict[int, int]
+    ref_counts: list[int]
     tables: dict[str, list[int]]
     waiting: list[str]
     running: list[str]

@@ -144,6 +144,7 @@ class TrialResult:
                 self._text(
                     f"VACUOUS: {len(matching)} preemptions{f' with {kind}' if kind else ''}, "
                     f"at least {at_least} were asked for",
+                    *self._failure_lines(),
                     self._why_vacuous(),
                 )
             )
@@ -157,6 +158,7 @@ class TrialResult:
         self._begin()
         if self.verdict not in (Verdict.EQUAL, Verdict.BENIGN):
             lines = [comparison.reason for comparison in self.comparisons if comparison.code]
+            lines += self._failure_lines()
             if self.verdict is Verdict.INVALID_BASELINE and self.record.baseline is not None:
                 lines += self.record.baseline.problems[:_MAX_FINDINGS]
             if self.verdict in (Verdict.HANG, Verdict.ERROR):
@@ -261,6 +263,11 @@ class TrialResult:
             return "; ".join(missed)
         budget = KVBudget.solve(self.trial.workload, self.admission, self.record.header.num_blocks)
         return budget.explain()
+
+    def _failure_lines(self) -> list[str]:
+        """How the engine failed, if it did: nothing else that is missing means much then."""
+        failed = self.verdict in (Verdict.ERROR, Verdict.HANG)
+        return self._finding_lines() if failed else []
 
     def _finding_lines(self) -> list[str]:
         lines = [describe(finding) for finding in self.findings[:_MAX_FINDINGS]]

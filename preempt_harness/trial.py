@@ -188,7 +188,8 @@ class _Run:
         if events:
             self._heard_at = time.monotonic()
         self.events += events
-        self._views.apply(events)
+        if not self._plan_runner.is_over:
+            self._views.apply(events)
 
     def _operate(self, operation: Operation) -> None:
         if operation.kind == "abort":
@@ -268,6 +269,8 @@ def _check_capabilities(trial: Trial, plan: PreemptionPlan, adapter: EngineAdapt
         needed.add(protocol.RESET_PREFIX_CACHE)
     if "reset_running_requests" in kinds:
         needed.add(protocol.RESET_RUNNING_REQUESTS)
+    if "set_priority" in kinds:
+        needed.add(protocol.SET_PRIORITY)
     needed |= _engine_features(trial)
     lacking = sorted(needed - adapter.capabilities)
     if lacking:

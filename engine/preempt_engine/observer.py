@@ -184,7 +184,7 @@ class PoolState:
         cached: ids of unreferenced blocks that the prefix cache can still find.
         held: ids withheld by `hold_blocks`.
         fenced: ids freed while a step that may touch them is in flight.
-        ref_counts: block id -> references, for referenced blocks only.
+        ref_counts: references of every block, [num_blocks].
         tables: sequence -> block table, for every sequence that owns blocks.
         waiting: request ids, in queue order.
         running: request ids, in order of precedence.
@@ -200,7 +200,7 @@ class PoolState:
     cached: list[int]
     held: list[int]
     fenced: list[int]
-    ref_counts: dict[int, int]
+    ref_counts: list[int]
     tables: dict[SequenceKey, list[int]]
     waiting: list[str]
     running: list[str]

@@ -667,7 +667,7 @@ class Scheduler:
             cached=list(blocks.cached_blocks),
             held=list(blocks.held_blocks),
             fenced=list(blocks.fenced_blocks),
-            ref_counts={block: count for block, count in enumerate(blocks.ref_counts) if count},
+            ref_counts=list(blocks.ref_counts),
             tables={
                 sequence.key: list(sequence.block_table)
                 for sequence in self._sequences()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from preempt_engine.observer import EngineObserver, PoolView
 from preempt_engine.step import SequenceKey
 from preempt_harness import record
 from preempt_harness.record import AnyEvent
+
+_NO_BLOCKS: list[int] = []  # of all rows whose table has not changed; nobody changes an event
 
 
 class RecordingObserver(EngineObserver):
@@ -52,20 +55,22 @@ class RecordingObserver(EngineObserver):
     def __init__(self, pool_every: int) -> None:
         self._pool_every = pool_every
         self._events: list[AnyEvent] = []
-        self._tables: dict[tuple[int, SequenceKey], list[int]] = {}
-        self._names: dict[SequenceKey, str] = {}
+        self._add = self._events.append
+        self._tables: defaultdict[int, dict[str, list[int]]] = defaultdict(dict)
+        self._names = _Names()
         self._pool_changed = False
         self.sink: Callable[[list[AnyEvent]], None] | None = None
 
     def take_events(self) -> list[AnyEvent]:
         """Everything since the last call."""
-        events, self._events = self._events, []
+        events = self._events.copy()
+        self._events.clear()
         return events
 
     def record_pool(self, step_id: int, view: PoolView) -> None:
         """Record the full state of pool, queues and counters."""
         state = view.pool_state()
-        self._events.append(
+        self._add(
             record.PoolState(
                 step=step_id,
                 num_blocks=state.num_blocks,
@@ -74,7 +79,7 @@ class RecordingObserver(EngineObserver):
                 held=state.held,
                 fenced=state.fenced,
                 ref_counts=state.ref_counts,
-                tables={self._name(key): table for key, table in state.tables.items()},
+                tables={self._names[key]: table for key, table in state.tables.items()},
                 waiting=state.waiting,
                 running=state.running,
                 num_host_blocks=state.num_host_blocks,
@@ -83,13 +88,7 @@ class RecordingObserver(EngineObserver):
                 host_blocks=state.host_blocks,
             )
         )
-        self._events.append(record.Counters(step=step_id, values=state.counters))
-
-    def _name(self, key: SequenceKey) -> str:
-        name = self._names.get(key)
-        if name is None:
-            name = self._names[key] = str(key)
-        return name
+        self._add(record.Counters(step=step_id, values=state.counters))
 
     # Scheduler's view ---------------------------------------------------------------------------
 
@@ -101,7 +100,7 @@ class RecordingObserver(EngineObserver):
         max_tokens: int,
         priority: int,
     ) -> None:
-        self._events.append(
+        self._add(
             record.Arrived(
                 step=step_id,
                 request=request_id,
@@ -112,47 +111,39 @@ class RecordingObserver(EngineObserver):
         )
 
     def priority_changed(self, step_id: int, request_id: str, priority: int) -> None:
-        self._events.append(
-            record.PriorityChanged(step=step_id, request=request_id, priority=priority)
-        )
+        self._add(record.PriorityChanged(step=step_id, request=request_id, priority=priority))
 
     def scheduled(self, step_id: int, key: SequenceKey, start: int, end: int) -> None:
-        self._events.append(
-            record.Scheduled(step=step_id, seq=self._name(key), start=start, end=end)
-        )
+        self._add(record.Scheduled(step_id, self._names[key], start, end))
 
     def blocks_allocated(
         self, step_id: int, key: SequenceKey, block_ids: Sequence[int], num_cached: int
     ) -> None:
-        self._events.append(
+        self._add(
             record.BlocksAllocated(
-                step=step_id, seq=self._name(key), blocks=list(block_ids), num_cached=num_cached
+                step=step_id, seq=self._names[key], blocks=list(block_ids), num_cached=num_cached
             )
         )
 
     def blocks_freed(self, step_id: int, key: SequenceKey, block_ids: Sequence[int]) -> None:
-        self._events.append(
-            record.BlocksFreed(step=step_id, seq=self._name(key), blocks=list(block_ids))
-        )
+        self._add(record.BlocksFreed(step=step_id, seq=self._names[key], blocks=list(block_ids)))
 
     def blocks_copied(self, step_id: int, pairs: Sequence[tuple[int, int]]) -> None:
-        self._events.append(record.BlocksCopied(step=step_id, pairs=list(pairs)))
+        self._add(record.BlocksCopied(step=step_id, pairs=list(pairs)))
 
     def forked(self, step_id: int, parent: SequenceKey, child: SequenceKey) -> None:
-        self._events.append(
-            record.Forked(step=step_id, parent=self._name(parent), child=self._name(child))
-        )
+        self._add(record.Forked(step=step_id, parent=self._names[parent], child=self._names[child]))
 
     def tokens_chosen(self, step_id: int, key: SequenceKey, token_ids: Sequence[int]) -> None:
-        self._events.append(
-            record.TokensChosen(step=step_id, seq=self._name(key), token_ids=list(token_ids))
+        self._add(
+            record.TokensChosen(step=step_id, seq=self._names[key], token_ids=list(token_ids))
         )
 
     def swapped_out(self, step_id: int, request_id: str, pairs: Sequence[tuple[int, int]]) -> None:
-        self._events.append(record.SwappedOut(step=step_id, request=request_id, pairs=list(pairs)))
+        self._add(record.SwappedOut(step=step_id, request=request_id, pairs=list(pairs)))
 
     def swapped_in(self, step_id: int, request_id: str, pairs: Sequence[tuple[int, int]]) -> None:
-        self._events.append(record.SwappedIn(step=step_id, request=request_id, pairs=list(pairs)))
+        self._add(record.SwappedIn(step=step_id, request=request_id, pairs=list(pairs)))
 
     def preempted(
         self,
@@ -166,7 +157,7 @@ class RecordingObserver(EngineObserver):
         num_tokens: int,
     ) -> None:
         self._pool_changed = True
-        self._events.append(
+        self._add(
             record.Preempted(
                 step=step_id,
                 request=request_id,
@@ -179,21 +170,21 @@ class RecordingObserver(EngineObserver):
         )
 
     def resumed(self, step_id: int, request_id: str, num_cached_tokens: int) -> None:
-        self._events.append(
+        self._add(
             record.Resumed(step=step_id, request=request_id, num_cached_tokens=num_cached_tokens)
         )
 
     def finished(self, step_id: int, request_id: str, reason: str) -> None:
         self._pool_changed = True
-        self._events.append(record.Finished(step=step_id, request=request_id, reason=reason))
+        self._add(record.Finished(step=step_id, request=request_id, reason=reason))
 
     def aborted(self, step_id: int, request_id: str) -> None:
         self._pool_changed = True
-        self._events.append(record.Aborted(step=step_id, request=request_id))
+        self._add(record.Aborted(step=step_id, request=request_id))
 
     def step_updated(self, step_id: int, view: PoolView) -> None:
         counts = view.pool_counts()
-        self._events.append(
+        self._add(
             record.PoolCounts(
                 step=step_id,
                 num_blocks=counts.num_blocks,
@@ -211,10 +202,10 @@ class RecordingObserver(EngineObserver):
     # Worker's view ------------------------------------------------------------------------------
 
     def step_sent(self, step_id: int, rank: int, num_bytes: int) -> None:
-        self._events.append(record.StepSent(step=step_id, rank=rank, num_bytes=num_bytes))
+        self._add(record.StepSent(step=step_id, rank=rank, num_bytes=num_bytes))
 
     def step_launched(self, step_id: int) -> None:
-        self._events.append(record.StepLaunched(step=step_id))
+        self._add(record.StepLaunched(step=step_id))
         if self.sink is not None:  # the step may kill this process: hand over what led to it
             self.sink(self.take_events())
 
@@ -229,38 +220,43 @@ class RecordingObserver(EngineObserver):
         block_table: Sequence[int],
         read_len: int,
     ) -> None:
-        table = list(block_table)
-        before = self._tables.get((rank, key), [])
-        self._tables[rank, key] = table
-        keep = _common_length(before, table)
-        self._events.append(
+        seq = self._names[key]
+        tables = self._tables[rank]
+        before = tables.get(seq, [])
+        if before == block_table:
+            keep, new = len(before), _NO_BLOCKS
+        else:
+            table = tables[seq] = list(block_table)
+            keep = _common_length(before, table)
+            new = table[keep:]
+        self._add(
             record.Computed(
-                step=step_id,
-                rank=rank,
-                seq=self._name(key),
-                start=start,
-                token_ids=list(token_ids),
-                written_slots=list(written_slots),
-                table_keep=keep,
-                table_new=table[keep:],
-                read_len=read_len,
+                step_id,
+                rank,
+                seq,
+                start,
+                [*token_ids],
+                [*written_slots],
+                keep,
+                new,
+                read_len,
             )
         )
 
     def blocks_poisoned(self, step_id: int, rank: int, block_ids: Sequence[int]) -> None:
-        self._events.append(record.BlocksPoisoned(step=step_id, rank=rank, blocks=list(block_ids)))
+        self._add(record.BlocksPoisoned(step=step_id, rank=rank, blocks=list(block_ids)))
 
     def worker_copied(self, step_id: int, rank: int, pairs: Sequence[tuple[int, int]]) -> None:
-        self._events.append(record.WorkerCopied(step=step_id, rank=rank, pairs=list(pairs)))
+        self._add(record.WorkerCopied(step=step_id, rank=rank, pairs=list(pairs)))
 
     def worker_swapped_out(self, step_id: int, rank: int, pairs: Sequence[tuple[int, int]]) -> None:
-        self._events.append(record.WorkerSwappedOut(step=step_id, rank=rank, pairs=list(pairs)))
+        self._add(record.WorkerSwappedOut(step=step_id, rank=rank, pairs=list(pairs)))
 
     def worker_swapped_in(self, step_id: int, rank: int, pairs: Sequence[tuple[int, int]]) -> None:
-        self._events.append(record.WorkerSwappedIn(step=step_id, rank=rank, pairs=list(pairs)))
+        self._add(record.WorkerSwappedIn(step=step_id, rank=rank, pairs=list(pairs)))
 
     def step_done(self, step_id: int) -> None:
-        self._events.append(record.StepDone(step=step_id))
+        self._add(record.StepDone(step=step_id))
 
     # Delivery -----------------------------------------------------------------------------------
 
@@ -272,15 +268,23 @@ class RecordingObserver(EngineObserver):
         logprobs: Sequence[dict[int, float]] | None,
         text: str,
     ) -> None:
-        self._events.append(
+        self._add(
             record.TokensDelivered(
-                step=step_id,
-                seq=self._name(key),
-                token_ids=list(token_ids),
-                logprobs=None if logprobs is None else list(logprobs),
-                text=text,
+                step_id,
+                self._names[key],
+                [*token_ids],
+                None if logprobs is None else list(logprobs),
+                text,
             )
         )
+
+
+class _Names(dict[SequenceKey, str]):
+    """Sequence -> its name in the record."""
+
+    def __missing__(self, key: SequenceKey) -> str:
+        name = self[key] = str(key)
+        return name
 
 
 def _common_length(before: list[int], after: list[int]) -> int:

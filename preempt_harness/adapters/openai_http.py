@@ -62,7 +62,14 @@ class ServerPreset:
     health_path: str = "/health"
 
 
-_PREEMPTS = frozenset({protocol.RECOMPUTE, protocol.CHUNKED_PREFILL, protocol.STOP_TOKENS})
+_PREEMPTS = frozenset(
+    {
+        protocol.RECOMPUTE,
+        protocol.CHUNKED_PREFILL,
+        protocol.MIXED_STEPS,
+        protocol.STOP_TOKENS,
+    }
+)
 PRESETS: Mapping[str, ServerPreset] = {
     "vllm": ServerPreset(
         capabilities=_PREEMPTS | {protocol.MIN_TOKENS},

@@ -30,6 +30,7 @@ RECOMPUTE = "recompute"  # preempts by recompute
 SWAP = "swap"  # preempts by swap
 PREFIX_CACHING = "prefix_caching"
 CHUNKED_PREFILL = "chunked_prefill"
+MIXED_STEPS = "mixed_steps"  # a step decodes and prefills, each request as far as the budget goes
 SAMPLING = "sampling"  # temperature, top-k, top-p, seed
 LOGPROBS = "logprobs"
 STOP_STRINGS = "stop_strings"
@@ -44,7 +45,8 @@ MAX_MODEL_LEN = "max_model_len"
 STATE_CHECK = "state_check"  # option debug_worker_state: workers compare with the scheduler
 POISON = "poison"
 TENSOR_PARALLEL = "tensor_parallel"
-PRIORITY = "priority"  # `scheduling_policy`, and `set_priority`
+PRIORITY = "priority"  # `scheduling_policy`
+SET_PRIORITY = "set_priority"  # of an unfinished request
 PARALLEL_SAMPLING = "parallel_sampling"  # several outputs of one prompt: `n`
 BEAM_SEARCH = "beam_search"
 QUEUE_LIMIT = "queue_limit"
@@ -69,6 +71,7 @@ CAPABILITIES = frozenset(
         SWAP,
         PREFIX_CACHING,
         CHUNKED_PREFILL,
+        MIXED_STEPS,
         SAMPLING,
         LOGPROBS,
         STOP_STRINGS,
@@ -84,6 +87,7 @@ CAPABILITIES = frozenset(
         STATE_CHECK,
         TENSOR_PARALLEL,
         PRIORITY,
+        SET_PRIORITY,
         PARALLEL_SAMPLING,
         BEAM_SEARCH,
         QUEUE_LIMIT,
@@ -213,7 +217,7 @@ class Session(Protocol):
         ...
 
     def set_priority(self, request: str, priority: int) -> None:
-        """Give an unfinished request another priority; needs `PRIORITY`."""
+        """Give an unfinished request another priority; needs `SET_PRIORITY`."""
         ...
 
     def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> list[Score]:

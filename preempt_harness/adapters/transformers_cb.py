@@ -19,13 +19,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from preempt_harness import record
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.protocol import EngineSettings, KnownIssue, SessionInfo
 from preempt_harness.admission import AdmissionModel
 from preempt_harness.record import AnyEvent, RequestResult, Score, SequenceOutput
 from preempt_harness.trial import UnsupportedTrialError
-from preempt_harness.workload import RequestSpec
+from preempt_harness.workload import RequestSpec, SamplingSpec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,6 +58,7 @@ class TransformersAdapter:
             protocol.SWAP,
             protocol.PREFIX_CACHING,
             protocol.CHUNKED_PREFILL,
+            protocol.MIXED_STEPS,
             protocol.LOGPROBS,
             protocol.PARALLEL_SAMPLING,
             protocol.STOP_TOKENS,
@@ -108,6 +111,10 @@ class TransformersAdapter:
             return None
         ids: list[int] = _tokenizer(settings.model)(text)["input_ids"]
         return ids
+
+    def branch_sampling(self, sampling: SamplingSpec, branch: int) -> SamplingSpec | None:
+        """All outputs are greedy, and so what one alone would be."""
+        return msgspec.structs.replace(sampling, n=1)
 
     def missing(self) -> str | None:
         """transformers 5.24 or later, and torch."""

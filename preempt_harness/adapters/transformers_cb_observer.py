@@ -397,7 +397,7 @@ class BatchObserver:
         cached = list(allocator.ledger.cached_blocks)
         tables = {sequence_name(key): self._ids(t) for key, t in allocator.block_table.items() if t}
         used = {block for table in allocator.block_table.values() for block in table}
-        shared = allocator.ledger.shared_ref_counts
+        shared, first = allocator.ledger.shared_ref_counts, self._first_block
         waiting = [*self._entering, *_requests(scheduler.waiting_requests)]
         running = _requests(scheduler.active_requests)
         self.emit(
@@ -413,7 +413,10 @@ class BatchObserver:
                 cached=self._ids(cached),
                 held=[],
                 fenced=[],
-                ref_counts={b - self._first_block: shared.get(b, 1) for b in sorted(used)},
+                ref_counts=[
+                    shared.get(block, 1) if block in used else 0
+                    for block in range(first, first + allocator.num_blocks)
+                ],
                 tables=tables,
                 waiting=[name for name in waiting if name not in running],
                 running=running,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
+from preempt_harness.checks.trace import Batch, DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
     BlocksAllocated,
     Counters,
@@ -16,8 +17,6 @@ from preempt_harness.record import (
     Finished,
     Forked,
     Preempted,
-    Scheduled,
-    TokensDelivered,
     TrialRecord,
     WorkerCopied,
     WorkerSwappedIn,
@@ -38,6 +37,19 @@ COUNTER_INPUTS = {
 }
 """Counter -> the event types that the harness counts it from."""
 
+
+TALLIED = (
+    ScheduledRows,
+    DeliveredRows,
+    BlocksAllocated,
+    Forked,
+    Preempted,
+    Finished,
+    WorkerCopied,
+    WorkerSwappedOut,
+    WorkerSwappedIn,
+)
+"""What a tally counts."""
 
 _COPY_COUNTERS: dict[type[Event], str] = {
     WorkerCopied: "num_copied_blocks",
@@ -70,12 +82,12 @@ class Tally:
         self._lost: dict[str, int] = {}
         self._last_step = -1
 
-    def take(self, event: Event) -> None:
-        """Count an event."""
-        if isinstance(event, Scheduled):
+    def take(self, event: Batch) -> None:
+        """Count an event, or the rows of a step."""
+        if isinstance(event, ScheduledRows):
             self._schedule(event)
-        elif isinstance(event, TokensDelivered):
-            self.values["num_generated_tokens"] += len(event.token_ids)
+        elif isinstance(event, DeliveredRows):
+            self.values["num_generated_tokens"] += event.num_tokens
         elif isinstance(event, BlocksAllocated):
             request = request_of(event.seq)
             if request not in self.cached_tokens:
@@ -93,14 +105,17 @@ class Tally:
             own = 0 if event.rank else len(event.pairs)  # every rank makes the same copies
             self.values[_COPY_COUNTERS[type(event)]] += own
 
-    def _schedule(self, event: Scheduled) -> None:
-        again = max(0, min(event.end, self._lost.get(event.seq, 0)) - event.start)
-        self.values["num_computed_tokens"] += event.end - event.start
-        self.values["num_recomputed_tokens"] += again
-        self.recomputed_tokens[request_of(event.seq)] += again
-        self._computed[event.seq] = event.end
-        if event.step != self._last_step:
-            self._last_step = event.step
+    def _schedule(self, rows: ScheduledRows) -> None:
+        if self._lost:
+            for seq, start, end in zip(rows.seqs, rows.starts, rows.ends, strict=True):
+                again = min(end, self._lost.get(seq, 0)) - start
+                if again > 0:
+                    self.values["num_recomputed_tokens"] += again
+                    self.recomputed_tokens[request_of(seq)] += again
+        self.values["num_computed_tokens"] += rows.num_tokens
+        self._computed.update(zip(rows.seqs, rows.ends, strict=True))
+        if rows.step != self._last_step:
+            self._last_step = rows.step
             self.values["num_steps"] += 1
 
     def _preempt(self, event: Preempted) -> None:
@@ -113,22 +128,37 @@ class Tally:
                 self._lost[seq] = max(self._lost.get(seq, 0), computed)
 
 
-def check_counters(record: TrialRecord) -> CheckResult:
+class TalliedTrial:
+    """The harness's own totals over a whole trial.
+
+    Attributes:
+        tally: at the end.
+        at_counters: every `Counters` event, with the totals at its place.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.tally = Tally(trace.header.block_size)
+        self.at_counters: list[tuple[Counters, Counter[str]]] = []
+        for event in trace.of(Counters, *TALLIED):
+            if isinstance(event, Counters):
+                self.at_counters.append((event, self.tally.values.copy()))
+            else:
+                self.tally.take(event)
+
+
+def check_counters(trace: Trace) -> CheckResult:
     """Every `Counters` event, and what each result says of its request."""
     listing = Listing()
-    tally = Tally(record.header.block_size)
-    observed = set(record.header.observed)
-    names = [name for name, inputs in COUNTER_INPUTS.items() if inputs <= observed]
-    for event in record.events:
-        tally.take(event)
-        if isinstance(event, Counters):
-            for name in names:
-                if name in event.values:
-                    _compare(event, name, tally.values[name], listing)
-    if "Preempted" in observed:
-        _judge_results(record, "num_preemptions", tally.preemptions, listing)
-    if "BlocksAllocated" in observed:
-        _judge_results(record, "num_cached_tokens", tally.cached_tokens, listing)
+    tallied = trace.derive(TalliedTrial)
+    names = [name for name, inputs in COUNTER_INPUTS.items() if trace.sees(*inputs)]
+    for event, own in tallied.at_counters:
+        for name in names:
+            if name in event.values:
+                _compare(event, name, own[name], listing)
+    if trace.sees("Preempted"):
+        _judge_results(trace.record, "num_preemptions", tallied.tally.preemptions, listing)
+    if trace.sees("BlocksAllocated"):
+        _judge_results(trace.record, "num_cached_tokens", tallied.tally.cached_tokens, listing)
     return listing.result("accounting", "counters")
 
 

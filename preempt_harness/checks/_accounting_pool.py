@@ -6,6 +6,7 @@ from collections import Counter
 
 from preempt_harness.checks.finding import CheckResult, Code, Listing
 from preempt_harness.checks.tables import SchedulerTables
+from preempt_harness.checks.trace import Trace
 from preempt_harness.record import (
     Aborted,
     Arrived,
@@ -17,21 +18,21 @@ from preempt_harness.record import (
     Forked,
     PoolCounts,
     PoolState,
-    TrialRecord,
 )
 
-_TABLE_EVENTS = {"BlocksAllocated", "BlocksFreed"}
-_QUEUE_EVENTS = {"Arrived", "Finished", "Aborted"}
+_TABLE_EVENTS = (BlocksAllocated, BlocksFreed, BlocksReplaced, Forked)
+_TableEvent = BlocksAllocated | BlocksFreed | BlocksReplaced | Forked
+_QUEUE_EVENTS = (Arrived, Finished, Aborted)
 
 
-def check_pool_counts(record: TrialRecord) -> CheckResult:
+def check_pool_counts(trace: Trace) -> CheckResult:
     """free + cached + used + held + fenced = num_blocks, and used is what the tables name."""
     listing = Listing()
-    tables = _tables(record)
-    for event in record.events:
-        if tables is not None:
-            _follow(tables, event)
+    tables = SchedulerTables() if _sees_tables(trace) else None
+    for event in trace.of(PoolCounts, *_TABLE_EVENTS):
         if not isinstance(event, PoolCounts):
+            if tables is not None:
+                _follow(tables, event)
             continue
         listing.count("pool counts judged")
         parts = (event.free, event.cached, event.used, event.held, event.fenced)
@@ -55,75 +56,164 @@ def check_pool_counts(record: TrialRecord) -> CheckResult:
     return listing.result("accounting", "pool counts")
 
 
-def check_pool_state(record: TrialRecord) -> CheckResult:
+def check_pool_state(trace: Trace) -> CheckResult:
     """Raw lists, references, tables and queues; nothing is left at the end."""
     listing = Listing()
-    tables = _tables(record)
-    queues_observed = set(record.header.observed) >= _QUEUE_EVENTS
+    announced = _Announced(trace.header.num_blocks) if _sees_tables(trace) else None
+    hosts = _HostPool(listing)
+    queues_observed = trace.sees("Arrived", "Finished", "Aborted")
     live: dict[str, None] = {}
     last: PoolState | None = None
-    for event in record.events:
-        if tables is not None:
-            _follow(tables, event)
-        if isinstance(event, Arrived):
-            live[event.request] = None
-        elif isinstance(event, Finished | Aborted):
-            live.pop(event.request, None)
-        elif isinstance(event, PoolState):
+    for event in trace.of(PoolState, *_TABLE_EVENTS, *_QUEUE_EVENTS):
+        if isinstance(event, PoolState):
             listing.count("pool states judged")
             last = event
-            _judge_lists(event, listing)
-            _judge_references(event, listing)
-            if tables is not None:
-                _judge_tables(event, tables, listing)
+            if announced is None or not announced.equals(event):
+                _judge_lists(event, listing)
+                hosts.judge(event)
+                _judge_references(event, listing)
+                if announced is not None:
+                    _judge_tables(event, announced.tables, listing)
+            else:
+                hosts.judge(event)
             if queues_observed:
                 _judge_queues(event, live, listing)
-    crashed = any(isinstance(event, EngineError) for event in record.events)
+        elif isinstance(event, Arrived):
+            live[event.request] = None
+        elif isinstance(event, (Finished, Aborted)):
+            live.pop(event.request, None)
+        elif announced is not None:
+            announced.follow(event)
+    crashed = trace.has(EngineError)
     if last is not None and queues_observed and not live and not crashed:
         _judge_end(last, listing)
     return listing.result("accounting", "pool state")
 
 
-def _tables(record: TrialRecord) -> SchedulerTables | None:
-    return SchedulerTables() if set(record.header.observed) >= _TABLE_EVENTS else None
+def _sees_tables(trace: Trace) -> bool:
+    return trace.sees("BlocksAllocated", "BlocksFreed")
 
 
-def _follow(tables: SchedulerTables, event: object) -> None:
+def _follow(tables: SchedulerTables, event: _TableEvent) -> None:
     if isinstance(event, BlocksAllocated):
         tables.allocate(event)
     elif isinstance(event, BlocksFreed):
         tables.free(event)
     elif isinstance(event, BlocksReplaced):
         tables.replace(event)
-    elif isinstance(event, Forked):
+    else:
         tables.fork(event)
 
 
+class _Announced:
+    """What announced allocations and frees add up to, in the form of a raw `PoolState`.
+
+    Whole lists are compared with it, which costs a fraction of a search for what differs: a state
+    that equals it needs no search.
+
+    Args:
+        num_blocks: size of the pool.
+
+    Attributes:
+        tables: rebuilt by the harness.
+        ref_counts: references of every block, by the tables, [num_blocks].
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.tables = SchedulerTables()
+        self.ref_counts = [0] * num_blocks
+        self._num_outside = 0  # references to blocks that the pool does not have
+
+    def follow(self, event: _TableEvent) -> None:
+        """Take in what was announced."""
+        if isinstance(event, BlocksAllocated):
+            self.tables.allocate(event)
+            self._refer(event.blocks, 1)
+        elif isinstance(event, BlocksFreed):
+            self._refer(event.blocks, -1)
+            self._refer(self.tables.free(event), 1)  # nothing was held of these
+        elif isinstance(event, BlocksReplaced):
+            self._refer(self.tables.replace(event), -1)
+            self._refer(event.blocks, 1)
+        else:
+            self.tables.fork(event)
+            parent = self.tables.leases.get(event.parent)
+            self._refer(parent.blocks if parent is not None else [], 1)
+
+    def _refer(self, blocks: list[int], times: int) -> None:
+        for block in blocks:
+            if 0 <= block < len(self.ref_counts):
+                self.ref_counts[block] += times
+            else:
+                self._num_outside += times
+
+    def equals(self, state: PoolState) -> bool:
+        """Whether tables and references are the raw ones, and the other blocks in one list each."""
+        held = {seq: lease.blocks for seq, lease in self.tables.leases.items()}
+        num_held = sum(map(len, held.values()))
+        others = [*state.free, *state.cached, *state.held, *state.fenced]
+        return (
+            state.tables == held
+            and state.ref_counts == self.ref_counts
+            and num_held == self.tables.num_references
+            and not self._num_outside
+            and len(self.ref_counts) == state.num_blocks == len(others) + len(self.tables.refs)
+            and len(set(others)) == len(others)
+            and (not others or 0 <= min(others) <= max(others) < state.num_blocks)
+            and not any(map(self.ref_counts.__getitem__, others))
+        )
+
+
+class _HostPool:
+    """Judges the host blocks of one state after another; lists that stay need no second look."""
+
+    def __init__(self, listing: Listing) -> None:
+        self._listing = listing
+        self._right: PoolState | None = None
+
+    def judge(self, state: PoolState) -> None:
+        """Every host block id stands in exactly one of the lists."""
+        last = self._right
+        if (
+            last is not None
+            and state.num_host_blocks == last.num_host_blocks
+            and state.host_free == last.host_free
+            and state.host_fenced == last.host_fenced
+            and state.host_blocks == last.host_blocks
+        ):
+            return
+        places = {
+            "free": state.host_free,
+            "fenced": state.host_fenced,
+            "in use": [block for blocks in state.host_blocks.values() for block in blocks],
+        }
+        right = _judge_places(
+            "host block", places, state.num_host_blocks, state.step, self._listing
+        )
+        self._right = state if right else None
+
+
 def _judge_lists(state: PoolState, listing: Listing) -> None:
-    """Every block id stands in exactly one of the lists, or is referenced; host blocks too."""
-    lists = {
+    """Every block id stands in exactly one of the lists, or is referenced."""
+    places = {
         "free": state.free,
         "cached": state.cached,
         "held": state.held,
         "fenced": state.fenced,
-        "referenced": list(state.ref_counts),
+        "referenced": [block for block, count in enumerate(state.ref_counts) if count],
     }
-    _judge_places("block", lists, state.num_blocks, state.step, listing)
-    host = {
-        "free": state.host_free,
-        "fenced": state.host_fenced,
-        "in use": [block for blocks in state.host_blocks.values() for block in blocks],
-    }
-    _judge_places("host block", host, state.num_host_blocks, state.step, listing)
+    _judge_places("block", places, state.num_blocks, state.step, listing)
 
 
 def _judge_places(
     noun: str, lists: dict[str, list[int]], num_blocks: int, step: int, listing: Listing
-) -> None:
+) -> bool:
+    """Returns whether all are in one place each."""
     places: dict[int, list[str]] = {}
     for name, blocks in lists.items():
         for block in blocks:
             places.setdefault(block, []).append(name)
+    right = True
     for block in sorted(places.keys() | set(range(num_blocks))):
         where = places.get(block, [])
         if not 0 <= block < num_blocks:
@@ -135,13 +225,16 @@ def _judge_places(
             what = f"{noun} {block} is {' and '.join(where)}; it can be one of these only, once"
         else:
             continue
+        right = False
         listing.report(Code.ACC_POOL_LISTS, step, what, once=(noun, block), block=block)
+    return right
 
 
 def _judge_references(state: PoolState, listing: Listing) -> None:
     entries = Counter(block for table in state.tables.values() for block in table)
-    for block in sorted(entries.keys() | state.ref_counts.keys()):
-        counted = state.ref_counts.get(block, 0)
+    referenced = {block for block, count in enumerate(state.ref_counts) if count}
+    for block in sorted(entries.keys() | referenced):
+        counted = state.ref_counts[block] if block in referenced else 0
         if counted != entries[block]:
             listing.report(
                 Code.ACC_REF_COUNT,
@@ -186,7 +279,7 @@ def _judge_queues(state: PoolState, live: dict[str, None], listing: Listing) -> 
 def _judge_end(state: PoolState, listing: Listing) -> None:
     """All requests have ended: every block is free, cached, or held by the harness."""
     left = {
-        "referenced blocks": sorted(state.ref_counts),
+        "referenced blocks": [block for block, count in enumerate(state.ref_counts) if count],
         "fenced blocks": state.fenced,
         "tables": sorted(state.tables),
         "fenced host blocks": state.host_fenced,

@@ -6,32 +6,54 @@ from collections import Counter
 
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.tables import SchedulerTables
+from preempt_harness.checks.trace import (
+    Batch,
+    DeliveredRows,
+    RequestNames,
+    ScheduledRows,
+    Trace,
+)
 from preempt_harness.record import (
     Aborted,
     Arrived,
     BlocksAllocated,
     BlocksFreed,
     BlocksReplaced,
-    Event,
     Finished,
     Forked,
     Preempted,
     Resumed,
-    Scheduled,
     StepDone,
     StepLaunched,
     TokensChosen,
-    TokensDelivered,
-    TrialRecord,
 )
 
 
-def check_preemptions(record: TrialRecord) -> CheckResult:
+def check_preemptions(trace: Trace) -> CheckResult:
     """A victim held blocks, gives them back, is not computed, and its figures are right."""
-    judge = _Preemptions(record.header.block_size)
-    for event in record.events:
-        judge.take(event)
+    judge = _Preemptions(trace.header.block_size)
+    if trace.has(Preempted):  # without one there is nothing to follow the requests for
+        for event in trace.of(*_OF_PREEMPTIONS):
+            judge.take(event)
     return judge.listing.result("accounting", "preemptions")
+
+
+_OF_PREEMPTIONS = (
+    ScheduledRows,
+    DeliveredRows,
+    StepLaunched,
+    StepDone,
+    Arrived,
+    BlocksAllocated,
+    BlocksFreed,
+    BlocksReplaced,
+    Forked,
+    TokensChosen,
+    Preempted,
+    Resumed,
+    Finished,
+    Aborted,
+)
 
 
 class _Preemptions:
@@ -46,11 +68,20 @@ class _Preemptions:
         self._branched: set[str] = set()
         self._num_tokens: Counter[str] = Counter()
         self._computed: dict[str, set[int]] = {}
-        self._in_flight: dict[int, dict[str, int]] = {}
+        self._in_flight: dict[int, dict[str, set[int]]] = {}
+        self._requests = RequestNames()
 
-    def take(self, event: Event) -> None:
-        if isinstance(event, Scheduled):
+    def take(self, event: Batch) -> None:
+        if isinstance(event, ScheduledRows):
             self._schedule(event)
+        elif isinstance(event, DeliveredRows):
+            for seq, token_ids in zip(event.seqs, event.token_ids, strict=True):
+                self._num_tokens[seq] += len(token_ids)
+        elif isinstance(event, StepLaunched):
+            self._judge_away(event.step)
+        elif isinstance(event, StepDone):
+            self._judge_away(event.step)
+            self._computed.update(self._in_flight.pop(event.step, {}))
         elif isinstance(event, BlocksAllocated):
             if event.seq not in self._tables.leases:
                 self._computed[event.seq] = {event.num_cached * self._block_size}
@@ -66,27 +97,32 @@ class _Preemptions:
             self._branched.add(request_of(event.parent))
         elif isinstance(event, Arrived):
             self._num_tokens[f"{event.request}.0"] = len(event.prompt_token_ids)
-        elif isinstance(event, TokensDelivered | TokensChosen):
+        elif isinstance(event, TokensChosen):
             self._num_tokens[event.seq] += len(event.token_ids)
         elif isinstance(event, Preempted):
             self._preempt(event)
         elif isinstance(event, Resumed | Finished | Aborted):
             self._come_back(event)
             self._swapped.discard(event.request)
-        elif isinstance(event, StepLaunched | StepDone):
-            self._judge_away(event.step)
-            if isinstance(event, StepDone):
-                for seq, end in self._in_flight.pop(event.step, {}).items():
-                    self._computed[seq] = {end}
 
-    def _schedule(self, event: Scheduled) -> None:
-        request = request_of(event.seq)
-        self._scheduled_in[request] = self._scheduled_in[event.seq] = event.step
-        self._in_flight.setdefault(event.step, {})[event.seq] = event.end
-        self._computed.setdefault(event.seq, set()).add(event.end)
-        preempted = self._away_since(event.seq)
-        if preempted is not None:
-            self._report_scheduled(event.step, request, preempted)
+    def _schedule(self, rows: ScheduledRows) -> None:
+        requests = self._requests[rows.seqs]
+        self._scheduled_in.update(dict.fromkeys((*requests, *rows.seqs), rows.step))
+        ends = self._in_flight.setdefault(rows.step, {})
+        computed = self._computed
+        for seq, start, end in zip(rows.seqs, rows.starts, rows.ends, strict=True):
+            # What lies beyond the known tokens is drafts, of which any number may be accepted.
+            first = min(end, max(start + 1, self._num_tokens[seq]))
+            ends[seq] = set(range(first, end + 1))
+            if seq in computed:
+                computed[seq] |= ends[seq]
+            else:
+                computed[seq] = set(ends[seq])
+        if not self._away.keys().isdisjoint((*requests, *rows.seqs)):
+            for seq in rows.seqs:
+                preempted = self._away_since(seq)
+                if preempted is not None:
+                    self._report_scheduled(rows.step, request_of(seq), preempted)
 
     def _away_since(self, seq: str) -> int | None:
         """The step in which the sequence, alone or with its request, was preempted."""
@@ -156,6 +192,8 @@ class _Preemptions:
             )
 
     def _judge_away(self, step: int) -> None:
+        if not self._away:
+            return
         for seq, lease in self._tables.leases.items():
             preempted = self._away_since(seq)
             if preempted is not None:
@@ -170,19 +208,21 @@ class _Preemptions:
                 )
 
 
-def check_limits(record: TrialRecord) -> CheckResult:
+def check_limits(trace: Trace) -> CheckResult:
     """No step exceeds the token budget or the number of requests that may run."""
     listing = Listing()
     tokens: Counter[int] = Counter()
-    requests: dict[int, set[str]] = {}
-    for event in record.events:
-        if isinstance(event, Scheduled):
-            tokens[event.step] += event.end - event.start
-            requests.setdefault(event.step, set()).add(request_of(event.seq))
-    budget = record.header.config.get("max_num_batched_tokens")
-    most = record.header.config.get("max_num_seqs")
+    requests: dict[int, frozenset[str]] = {}
+    names = RequestNames()
+    for rows in trace.of(ScheduledRows):
+        tokens[rows.step] += rows.num_tokens
+        before = requests.get(rows.step)
+        requests[rows.step] = names[rows.seqs] if before is None else before | names[rows.seqs]
+    budget = trace.header.config.get("max_num_batched_tokens")
+    most = trace.header.config.get("max_num_seqs")
+    if requests:
+        listing.count("steps judged", len(requests))
     for step in sorted(requests):
-        listing.count("steps judged")
         if isinstance(budget, int) and tokens[step] > budget:
             listing.report(
                 Code.ACC_TOKEN_BUDGET,

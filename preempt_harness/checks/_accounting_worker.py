@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from preempt_harness.checks.finding import CheckResult, Code, Listing
@@ -9,8 +10,8 @@ from preempt_harness.checks.tables import (
     Lease,
     SchedulerTables,
     first_difference,
-    num_blocks_for,
 )
+from preempt_harness.checks.trace import ComputedRows, ScheduledRows, Trace
 from preempt_harness.record import (
     BlocksAllocated,
     BlocksCopied,
@@ -18,47 +19,66 @@ from preempt_harness.record import (
     BlocksReplaced,
     Computed,
     Forked,
-    Scheduled,
     StepDone,
-    TrialRecord,
     WorkerCopied,
 )
+
+
+class _Rows:
+    """Rows of one step by one side's account, column by column."""
+
+    __slots__ = ("ends", "seqs", "starts")
+
+    def __init__(self) -> None:
+        self.seqs: tuple[str, ...] = ()
+        self.starts: list[int] = []
+        self.ends: list[int] = []
+
+    def add(self, rows: ScheduledRows | ComputedRows) -> None:
+        self.seqs += rows.seqs
+        self.starts += rows.starts
+        self.ends += rows.ends
+
+    def equals(self, other: _Rows) -> bool:
+        """Whether both are the same rows in the same order."""
+        return self.seqs == other.seqs and self.starts == other.starts and self.ends == other.ends
+
+    def positions(self) -> dict[str, tuple[int, int]]:
+        """Sequence -> [start, end)."""
+        ranges = zip(self.starts, self.ends, strict=True)
+        return dict(zip(self.seqs, ranges, strict=True))
 
 
 @dataclass(slots=True)
 class _Step:
     """What was said of one step so far."""
 
-    scheduled: dict[str, tuple[int, int]] = field(default_factory=dict)
-    computed: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
+    scheduled: _Rows = field(default_factory=_Rows)
+    computed: dict[int, _Rows] = field(default_factory=dict)
     ordered: list[tuple[int, int]] = field(default_factory=list)
     copied: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
 
-def check_worker_view(record: TrialRecord) -> CheckResult:
+def check_worker_view(trace: Trace) -> CheckResult:
     """Positions of every step, sequence and rank, and whole-block copies.
 
     A step is judged when it is done; one that a crash cut off is not.
     """
     listing = Listing()
-    copies_observed = set(record.header.observed) >= {"BlocksCopied", "WorkerCopied"}
-    steps: dict[int, _Step] = {}
-    for event in record.events:
-        if isinstance(event, Scheduled):
-            step = steps.setdefault(event.step, _Step())
-            step.scheduled[event.seq] = (event.start, event.end)
-        elif isinstance(event, Computed):
-            step = steps.setdefault(event.step, _Step())
-            rows = step.computed.setdefault(event.rank, {})
-            rows[event.seq] = (event.start, event.start + len(event.token_ids))
+    copies_observed = trace.sees("BlocksCopied", "WorkerCopied")
+    steps: defaultdict[int, _Step] = defaultdict(_Step)
+    for event in trace.of(ScheduledRows, ComputedRows, BlocksCopied, WorkerCopied, StepDone):
+        if isinstance(event, ScheduledRows):
+            steps[event.step].scheduled.add(event)
+        elif isinstance(event, ComputedRows):
+            steps[event.step].computed.setdefault(event.rank, _Rows()).add(event)
         elif isinstance(event, BlocksCopied):
-            steps.setdefault(event.step, _Step()).ordered += event.pairs
+            steps[event.step].ordered += event.pairs
         elif isinstance(event, WorkerCopied):
-            step = steps.setdefault(event.step, _Step())
-            step.copied.setdefault(event.rank, []).extend(event.pairs)
-        elif isinstance(event, StepDone):
-            done = steps.pop(event.step, _Step())
-            for rank in range(record.header.num_ranks):
+            steps[event.step].copied.setdefault(event.rank, []).extend(event.pairs)
+        else:
+            done = steps.pop(event.step, None) or _Step()
+            for rank in range(trace.header.num_ranks):
                 _judge_positions(event.step, rank, done, listing)
                 if copies_observed:
                     _judge_copies(event.step, rank, done, listing)
@@ -66,10 +86,15 @@ def check_worker_view(record: TrialRecord) -> CheckResult:
 
 
 def _judge_positions(number: int, rank: int, step: _Step, listing: Listing) -> None:
-    rows = step.computed.get(rank, {})
-    for seq in sorted(step.scheduled.keys() | rows.keys()):
+    rows = step.computed.get(rank) or _Rows()
+    if step.scheduled.equals(rows):
+        if rows.seqs:
+            listing.count("rows compared", len(set(rows.seqs)))
+        return
+    scheduled_at, computed_at = step.scheduled.positions(), rows.positions()
+    for seq in sorted(scheduled_at.keys() | computed_at.keys()):
         listing.count("rows compared")
-        wanted, given = step.scheduled.get(seq), rows.get(seq)
+        wanted, given = scheduled_at.get(seq), computed_at.get(seq)
         if wanted == given:
             continue
         scheduled = "nothing" if wanted is None else f"positions [{wanted[0]}, {wanted[1]})"
@@ -97,45 +122,80 @@ def _judge_copies(number: int, rank: int, step: _Step, listing: Listing) -> None
         )
 
 
-def check_worker_tables(record: TrialRecord) -> CheckResult:
+_TABLE_EVENTS = (BlocksAllocated, BlocksFreed, BlocksReplaced, Forked)
+
+
+def check_worker_tables(trace: Trace) -> CheckResult:
     """The table a worker reads through is the scheduler's, entry by entry, as far as it is used.
 
     Costs what changes: an entry is compared when it is new on either side.
     """
     listing = Listing()
     tables = SchedulerTables()
-    workers: dict[tuple[int, str], list[int]] = {}
-    agreed: dict[tuple[int, str], tuple[Lease | None, int]] = {}
-    for event in record.events:
-        if isinstance(event, BlocksAllocated):
+    workers: dict[int, dict[str, _WorkerTable]] = {}
+    for event in trace.of(ComputedRows, ScheduledRows, *_TABLE_EVENTS):
+        if isinstance(event, ComputedRows):
+            workers_of_rank = workers.setdefault(event.rank, {})
+            _judge_tables(event, workers_of_rank, tables, trace.header.block_size, listing)
+        elif isinstance(event, ScheduledRows):
+            tables.schedule(event)
+        elif isinstance(event, BlocksAllocated):
             tables.allocate(event)
         elif isinstance(event, BlocksFreed):
             tables.free(event)
         elif isinstance(event, BlocksReplaced):
             tables.replace(event)
-        elif isinstance(event, Forked):
+        else:
             tables.fork(event)
-        elif isinstance(event, Scheduled):
-            tables.schedule(event)
-        elif isinstance(event, Computed):
-            key = (event.rank, event.seq)
-            worker = workers.setdefault(key, [])
-            del worker[event.table_keep :]
-            worker.extend(event.table_new)
-            lease = tables.lease_at(event.step, event.seq)
-            before, upto = agreed.get(key, (None, 0))
-            start = min(upto, event.table_keep) if lease is before else 0
-            end = event.start + len(event.token_ids)
-            used = num_blocks_for(end, record.header.block_size)
-            agreed[key] = (lease, used)
-            _judge_table(event, worker, lease, start, used, listing)
     return listing.result("accounting", "worker tables")
+
+
+class _WorkerTable:
+    """A sequence's block table as a rank knows it; entries [0, agreed) were compared with a lease.
+
+    Attributes:
+        blocks: the table.
+        lease: what it was compared with.
+        agreed: how far.
+    """
+
+    __slots__ = ("agreed", "blocks", "lease")
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+        self.lease: Lease | None = None
+        self.agreed = 0
+
+
+def _judge_tables(
+    rows: ComputedRows,
+    workers: dict[str, _WorkerTable],
+    tables: SchedulerTables,
+    block_size: int,
+    listing: Listing,
+) -> None:
+    listing.count("table entries compared", 0)
+    leases = tables.leases_at(rows.step, rows.seqs)
+    for row, lease, end in zip(rows.rows, leases, rows.ends, strict=True):
+        worker = workers.get(row.seq)
+        if worker is None:
+            worker = workers[row.seq] = _WorkerTable()
+        used = -(-end // block_size)
+        if row.table_new or row.table_keep < len(worker.blocks):
+            worker.blocks[row.table_keep :] = row.table_new
+        elif lease is worker.lease and used == worker.agreed <= row.table_keep:
+            continue
+        start = min(worker.agreed, row.table_keep) if lease is worker.lease else 0
+        worker.lease = lease
+        worker.agreed = used
+        if start < used:
+            _judge_table(row, worker.blocks, lease, start, used, listing)
 
 
 def _judge_table(
     row: Computed, worker: list[int], lease: Lease | None, start: int, used: int, listing: Listing
 ) -> None:
-    listing.count("table entries compared", max(0, used - start))
+    listing.count("table entries compared", used - start)
     given = worker[start:used]
     announced = lease.blocks[start:used] if lease is not None else []
     index = first_difference(given, announced)

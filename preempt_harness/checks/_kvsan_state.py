@@ -94,11 +94,16 @@ class Reader:
 
 
 class BlockIndex:
-    """Block -> the table entries that name it, of all readers of one rank."""
+    """Block -> the table entries that name it, of all readers of one rank.
+
+    Attributes:
+        entries: block -> (sequence, table index) -> its reader.
+        num_operations: entries put in, taken out and marked.
+    """
 
     def __init__(self) -> None:
         self.num_operations = 0
-        self._entries: dict[int, dict[tuple[str, int], Reader]] = {}
+        self.entries: dict[int, dict[tuple[str, int], Reader]] = {}
 
     def add(self, reader: Reader, index: int) -> bool:
         """Index one entry of the reader's table.
@@ -110,7 +115,7 @@ class BlockIndex:
         block = reader.table[index]
         before = reader.indices.get(block, 0)
         reader.indices[block] = before + 1
-        self._entries.setdefault(block, {})[reader.seq, index] = reader
+        self.entries.setdefault(block, {})[reader.seq, index] = reader
         return not before
 
     def remove(self, reader: Reader, start: int) -> None:
@@ -120,7 +125,7 @@ class BlockIndex:
         for index in range(start, len(reader.table)):
             self.num_operations += 1
             block = reader.table[index]
-            del self._entries[block][reader.seq, index]
+            del self.entries[block][reader.seq, index]
             reader.indices[block] -= 1
 
     def mark(self, blocks: Iterable[int], but: Reader | None = None) -> None:
@@ -129,7 +134,7 @@ class BlockIndex:
         It reads what it wrote itself anyway, unless its table names the block twice.
         """
         for block in blocks:
-            for (_, index), reader in self._entries.get(block, {}).items():
+            for (_, index), reader in self.entries.get(block, {}).items():
                 if reader is not but or reader.indices[block] > 1:
                     self.num_operations += 1
                     reader.dirty.add(index)

@@ -7,136 +7,110 @@ asked for. Knows no blocks and no steps but as places.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-
-import msgspec
+from itertools import chain
 
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.tables import first_difference
+from preempt_harness.checks.trace import DeliveredRows, Trace
 from preempt_harness.record import (
     Aborted,
     EngineError,
     Finished,
     Header,
-    RecordFormatError,
     RequestResult,
     SequenceOutput,
     TokensDelivered,
-    TrialRecord,
 )
-from preempt_harness.workload import RequestSpec, Workload
+from preempt_harness.workload import RequestSpec
 
 
-@dataclass(slots=True)
-class _Stream:
-    """Everything delivered for one sequence."""
-
-    tokens: list[int] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    text: str = ""
-    last_step: int = 0
-
-
-def workload_of(record: TrialRecord) -> dict[str, RequestSpec]:
-    """The requests that were asked for, by id.
-
-    Raises:
-        RecordFormatError: the header's workload is not one.
-    """
-    return {request.id: request for request in read_workload(record).requests}
-
-
-def read_workload(record: TrialRecord) -> Workload:
-    """The header's workload.
-
-    Raises:
-        RecordFormatError: it is not one.
-    """
-    try:
-        return Workload.from_builtins(record.header.workload)
-    except msgspec.ValidationError as error:
-        raise RecordFormatError(f"the header's workload cannot be read: {error}") from error
-
-
-def check_stream(record: TrialRecord) -> CheckResult:
+def check_stream(trace: Trace) -> CheckResult:
     """Every token once and in order, and nothing after the end."""
     listing = Listing()
-    specs = workload_of(record)
-    streams: dict[str, _Stream] = {}
+    streams: dict[str, list[TokensDelivered]] = {}
     ended: dict[str, str] = {}
-    for event in record.events:
-        if isinstance(event, Finished | Aborted):
+    for event in trace.of(DeliveredRows, Finished, Aborted):
+        if isinstance(event, DeliveredRows):
+            for row in event.rows:
+                stream = streams.get(row.seq)
+                if stream is None:
+                    stream = streams[row.seq] = []
+                if ended or row.logprobs is not None or not stream:
+                    _judge_row(row, stream, trace.specs, ended, listing)
+                stream.append(row)
+        else:
             ended[event.request] = "finished" if isinstance(event, Finished) else "aborted"
-        elif isinstance(event, TokensDelivered):
-            _take(event, specs, ended, streams, listing)
-    crashed = any(isinstance(event, EngineError) for event in record.events)
-    for request, result in record.results.items():
+    crashed = trace.has(EngineError)
+    for request, result in trace.record.results.items():
         for branch, output in enumerate(result.outputs):
             seq = f"{request}.{branch}"
-            stream = streams.get(seq, _Stream())
             listing.count("streams judged")
             # A dead engine cannot hand over what it had just delivered.
             if not (crashed and not result.finished):
-                _compare(seq, stream, output, listing)
+                known = streams.get(seq, []) if request in trace.specs else []
+                _compare(seq, known, output, listing)
     return listing.result("delivery", "stream")
 
 
-def _take(
-    event: TokensDelivered,
+def _judge_row(
+    row: TokensDelivered,
+    before: list[TokensDelivered],
     specs: dict[str, RequestSpec],
     ended: dict[str, str],
-    streams: dict[str, _Stream],
     listing: Listing,
 ) -> None:
-    request = request_of(event.seq)
+    """One piece of a stream, whose earlier pieces are `before`."""
+    request = request_of(row.seq)
     if request not in specs:
         listing.report(
             Code.DEL_UNKNOWN,
-            event.step,
-            f"tokens {event.token_ids} are delivered, but the workload has no such request",
-            once=event.seq,
-            seq=event.seq,
+            row.step,
+            f"tokens {row.token_ids} are delivered, but the workload has no such request",
+            once=row.seq,
+            seq=row.seq,
         )
         return
-    stream = streams.setdefault(event.seq, _Stream())
     if request in ended:
+        num_before = sum(len(piece.token_ids) for piece in before)
         listing.report(
             Code.DEL_LATE,
-            event.step,
-            f"tokens {event.token_ids} are delivered after the request was {ended[request]}",
-            once=event.seq,
-            seq=event.seq,
-            position=specs[request].num_prompt_tokens + len(stream.tokens),
+            row.step,
+            f"tokens {row.token_ids} are delivered after the request was {ended[request]}",
+            once=row.seq,
+            seq=row.seq,
+            position=specs[request].num_prompt_tokens + num_before,
         )
-    if event.logprobs is not None and len(event.logprobs) != len(event.token_ids):
+    if row.logprobs is not None and len(row.logprobs) != len(row.token_ids):
         listing.report(
             Code.DEL_LOGPROBS,
-            event.step,
-            f"{len(event.token_ids)} tokens are delivered with {len(event.logprobs)} entries of "
+            row.step,
+            f"{len(row.token_ids)} tokens are delivered with {len(row.logprobs)} entries of "
             f"log probabilities",
-            once=event.seq,
-            seq=event.seq,
+            once=row.seq,
+            seq=row.seq,
         )
-    stream.tokens += event.token_ids
-    stream.steps += [event.step] * len(event.token_ids)
-    stream.text += event.text
-    stream.last_step = event.step
 
 
-def _compare(seq: str, stream: _Stream, output: SequenceOutput, listing: Listing) -> None:
-    index = first_difference(stream.tokens, output.token_ids)
+def _compare(
+    seq: str, stream: list[TokensDelivered], output: SequenceOutput, listing: Listing
+) -> None:
+    token_ids = list(chain.from_iterable([piece.token_ids for piece in stream]))
+    last_step = stream[-1].step if stream else 0
+    index = first_difference(token_ids, output.token_ids)
     if index is not None:
-        code, what = _name_difference(stream.tokens, output.token_ids, index)
-        step = stream.steps[index] if index < len(stream.steps) else stream.last_step
+        code, what = _name_difference(token_ids, output.token_ids, index)
+        steps = [piece.step for piece in stream for _ in piece.token_ids]
+        step = steps[index] if index < len(steps) else last_step
         listing.report(code, step, what, seq=seq, position=index)
         return
-    at = first_difference(stream.text, output.text)
+    text = "".join([piece.text for piece in stream])
+    at = first_difference(text, output.text)
     if at is not None:
         listing.report(
             Code.DEL_TEXT,
-            stream.last_step,
+            last_step,
             f"the text pieces add up to something else than the output's text from character "
-            f"{at}: {stream.text[at : at + 20]!r} where the output has "
+            f"{at}: {text[at : at + 20]!r} where the output has "
             f"{output.text[at : at + 20]!r}",
             seq=seq,
         )
@@ -161,12 +135,12 @@ def _name_difference(streamed: list[int], final: list[int], index: int) -> tuple
     )
 
 
-def check_results(record: TrialRecord) -> CheckResult:
+def check_results(trace: Trace) -> CheckResult:
     """Every request has a result, as long and as complete as it asked for."""
     listing = Listing()
-    specs = workload_of(record)
-    crashed = any(isinstance(event, EngineError) for event in record.events)
-    aborted = _aborted(record, specs)
+    record, specs = trace.record, trace.specs
+    crashed = trace.has(EngineError)
+    aborted = _aborted(trace)
     for request in record.results:
         if request not in specs:
             listing.report(
@@ -196,13 +170,12 @@ def check_results(record: TrialRecord) -> CheckResult:
     return listing.result("delivery", "results")
 
 
-def _aborted(record: TrialRecord, specs: dict[str, RequestSpec]) -> set[str]:
+def _aborted(trace: Trace) -> set[str]:
     """Requests that somebody aborted, by the log or, if it does not tell, by the workload."""
-    if "Aborted" in record.header.observed:
-        return {event.request for event in record.events if isinstance(event, Aborted)}
-    operations = read_workload(record).operations
-    asked = {item.request for item in operations if item.kind == "abort"}
-    by_plan = {request for request in specs if f"abort:{request}@" in record.header.plan}
+    if trace.sees("Aborted"):
+        return {event.request for event in trace.of(Aborted)}
+    asked = {item.request for item in trace.workload.operations if item.kind == "abort"}
+    by_plan = {request for request in trace.specs if f"abort:{request}@" in trace.header.plan}
     return asked | by_plan
 
 

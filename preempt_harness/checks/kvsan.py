@@ -25,6 +25,14 @@ from preempt_harness.checks.finding import (
 )
 from preempt_harness.checks.sanitizer import RankSanitizer
 from preempt_harness.checks.tables import SchedulerTables
+from preempt_harness.checks.trace import (
+    Batch,
+    ComputedRows,
+    DeliveredRows,
+    ScheduledRows,
+    Trace,
+    batches,
+)
 from preempt_harness.record import (
     Aborted,
     Arrived,
@@ -40,9 +48,7 @@ from preempt_harness.record import (
     Header,
     Preempted,
     Resumed,
-    Scheduled,
     TokensChosen,
-    TokensDelivered,
     TrialRecord,
     WorkerCopied,
     WorkerSwappedIn,
@@ -67,7 +73,7 @@ _RANK_BLOCK_EVENTS = (BlocksPoisoned, WorkerCopied, WorkerSwappedOut, WorkerSwap
 
 
 class KVSan:
-    """Judges events one by one, live or from a record.
+    """Judges events in their order, live or from a record.
 
     Args:
         header: of the record: block size, pool, ranks, and what is observed.
@@ -89,17 +95,18 @@ class KVSan:
         )
         self._ranks = [RankSanitizer(rank, self._context) for rank in range(header.num_ranks)]
         self._tick = 0
-        self._rows: dict[int, list[Computed]] = {}  # of the step at hand, not yet judged
-        self._computed: dict[int, list[Computed]] = {}  # judged, to be compared between ranks
+        self._rows: dict[int, ComputedRows] = {}  # of the step at hand, not yet judged
+        self._computed: dict[int, list[ComputedRows]] = {}  # judged, to be compared between ranks
         self._prompts: dict[str, list[int]] = {}
         self._branches: dict[str, list[str]] = {}
         self._swapped: set[str] = set()
         self._ended: dict[str, int] = {}
         self._crashed = False
-        self._handlers: dict[type[Event], Callable[[Any], None]] = {
+        self._handlers: dict[type[Batch], Callable[[Any], None]] = {
             Arrived: self._arrived,
-            TokensChosen: self._delivered,
-            TokensDelivered: self._delivered,
+            ComputedRows: self._take_rows,
+            TokensChosen: self._chosen,
+            DeliveredRows: self._delivered,
             Preempted: self._preempted,
             Resumed: self._resumed,
             Finished: self._finished,
@@ -112,9 +119,9 @@ class KVSan:
             WorkerSwappedIn: self._swapped_in,
         }
         if self._tables is not None:
-            self._handlers[Scheduled] = self._tables.schedule
+            self._handlers[ScheduledRows] = self._tables.schedule
             self._handlers[BlocksAllocated] = self._allocated
-            self._handlers[BlocksReplaced] = self._tables.replace
+            self._handlers[BlocksReplaced] = self._replaced
             self._handlers[BlocksFreed] = self._freed
 
     @property
@@ -134,18 +141,21 @@ class KVSan:
 
     def feed(self, event: Event) -> None:
         """Take in the next event."""
+        for batch in batches((event,)):
+            self.take(batch)
+
+    def take(self, batch: Batch) -> None:
+        """Take in the next event, or rows that were taken together."""
         self._tick += 1
-        if isinstance(event, Computed):
-            self._take_row(event)
-            return
-        if isinstance(event, _RANK_BLOCK_EVENTS) and self._in_step(event.step):
-            if event.rank in self._rows:  # what a rank does to blocks after its rows
-                self._compute_rank(event.rank)
-        elif self._rows or self._computed:
-            self._compute()
-        handler = self._handlers.get(type(event))
+        if (self._rows or self._computed) and not isinstance(batch, ComputedRows):
+            if isinstance(batch, _RANK_BLOCK_EVENTS) and self._in_step(batch.step):
+                if batch.rank in self._rows:  # what a rank does to blocks after its rows
+                    self._compute_rank(batch.rank)
+            else:
+                self._compute()
+        handler = self._handlers.get(type(batch))
         if handler is not None:
-            handler(event)
+            handler(batch)
 
     def finish(self) -> list[Finding]:
         """The record is at its end.
@@ -163,44 +173,52 @@ class KVSan:
 
     # Rows of a step -----------------------------------------------------------------------------
 
-    def _take_row(self, row: Computed) -> None:
-        if not 0 <= row.rank < self._num_ranks:
+    def _take_rows(self, rows: ComputedRows) -> None:
+        if not 0 <= rows.rank < self._num_ranks:
             self._listing.report(
                 Code.KVSAN_RANKS_DISAGREE,
-                row.step,
-                f"rank {row.rank} computes, but there are {self._num_ranks} ranks",
-                once=("unknown rank", row.rank),
-                rank=row.rank,
+                rows.step,
+                f"rank {rows.rank} computes, but there are {self._num_ranks} ranks",
+                once=("unknown rank", rows.rank),
+                rank=rows.rank,
             )
             return
-        if (self._rows or self._computed) and not self._in_step(row.step):
+        if (self._rows or self._computed) and not self._in_step(rows.step):
             self._compute()
-        self._known(row.seq)
-        self._rows.setdefault(row.rank, []).append(row)
+        for seq in rows.seqs:
+            if seq not in self._context.known:
+                self._known(seq)
+        waiting = self._rows.get(rows.rank)
+        if waiting is not None:
+            rows = ComputedRows([*waiting.rows, *rows.rows])
+        self._rows[rows.rank] = rows
 
     def _in_step(self, step: int) -> bool:
         """Whether rows of this step are waiting for those of other ranks."""
-        waiting = (*self._rows.values(), *self._computed.values())
-        return any(rows[0].step == step for rows in waiting)
+        return any(rows.step == step for rows in self._rows.values()) or any(
+            judged[0].step == step for judged in self._computed.values()
+        )
 
     def _compute_rank(self, rank: int) -> None:
         rows = self._rows.pop(rank)
-        self._listing.count("rows judged", len(rows))
+        self._listing.count("rows judged", len(rows.rows))
         self._ranks[rank].compute(rows, self._tick)
-        self._computed.setdefault(rank, []).extend(rows)
+        if self._num_ranks > 1:
+            self._computed.setdefault(rank, []).append(rows)
 
     def _compute(self) -> None:
         """All ranks' rows of a step are there."""
         for rank in list(self._rows):
             self._compute_rank(rank)
-        rows_of_rank, self._computed = self._computed, {}
-        if self._num_ranks > 1:
-            self._compare_ranks(rows_of_rank)
+        if self._computed:
+            computed, self._computed = self._computed, {}
+            self._compare_ranks(computed)
 
-    def _compare_ranks(self, rows_of_rank: dict[int, list[Computed]]) -> None:
+    def _compare_ranks(self, computed: dict[int, list[ComputedRows]]) -> None:
         """All ranks are given the same."""
         by_rank = [
-            {row.seq: row for row in rows_of_rank.get(rank, ())} for rank in range(self._num_ranks)
+            {row.seq: row for rows in computed.get(rank, ()) for row in rows.rows}
+            for rank in range(self._num_ranks)
         ]
         for rank in range(1, self._num_ranks):
             for seq in dict.fromkeys([*by_rank[0], *by_rank[rank]]):
@@ -222,10 +240,20 @@ class KVSan:
     def _arrived(self, event: Arrived) -> None:
         self._prompts[event.request] = event.prompt_token_ids
 
-    def _delivered(self, event: TokensDelivered | TokensChosen) -> None:
+    def _delivered(self, rows: DeliveredRows) -> None:
+        known = self._context.known
+        for seq, token_ids in zip(rows.seqs, rows.token_ids, strict=True):
+            if seq in known:
+                known[seq] += token_ids
+            else:
+                self._known(seq).extend(token_ids)
+        for rank in self._ranks:
+            rank.deliver(rows.seqs, rows.token_ids)
+
+    def _chosen(self, event: TokensChosen) -> None:
         self._known(event.seq).extend(event.token_ids)
         for rank in self._ranks:
-            rank.deliver(event.seq, event.token_ids)
+            rank.deliver((event.seq,), (event.token_ids,))
 
     def _forked(self, event: Forked) -> None:
         self._known(event.child)[:] = self._known(event.parent)
@@ -300,6 +328,10 @@ class KVSan:
         if event.seq not in self._tables.leases:
             self._lose_blocks(event.seq)
 
+    def _replaced(self, event: BlocksReplaced) -> None:
+        assert self._tables is not None
+        self._tables.replace(event)
+
     def _lose_blocks(self, seq: str) -> None:
         keeps_contents = request_of(seq) in self._swapped
         for rank in self._ranks:
@@ -339,21 +371,23 @@ class KVSan:
 
 def check_kvsan(record: TrialRecord, verify: Verify = "incremental") -> CheckResult:
     """KVSan over a whole record, in one result."""
-    sanitizer = KVSan(record.header, verify=verify)
-    for event in record.events:
-        sanitizer.feed(event)
+    return _judge(Trace(record), verify)
+
+
+def _judge(trace: Trace, verify: Verify) -> CheckResult:
+    sanitizer = KVSan(trace.header, verify=verify)
+    for batch in trace.batches:
+        sanitizer.take(batch)
     sanitizer.finish()
     return sanitizer.result()
 
 
-def kvsan_parts(
-    record: TrialRecord, verify: Verify = "incremental"
-) -> tuple[CheckResult, CheckResult]:
+def kvsan_parts(trace: Trace, verify: Verify = "incremental") -> tuple[CheckResult, CheckResult]:
     """KVSan over a whole record: of contents, and of who holds which block.
 
     Either part can be judged without the other; what is not observed says so.
     """
-    whole = check_kvsan(record, verify)
+    whole = _judge(trace, verify)
     ownership = tuple(f for f in whole.findings if f.code in OWNERSHIP_CODES)
     contents = tuple(f for f in whole.findings if f.code not in OWNERSHIP_CODES)
     return (
@@ -362,13 +396,13 @@ def kvsan_parts(
             part="contents",
             findings=contents,
             counted=whole.counted,
-            not_observable=why_not_observed(record.header, CONTENT_EVENTS),
+            not_observable=why_not_observed(trace.header, CONTENT_EVENTS),
         ),
         CheckResult(
             check="kvsan",
             part="ownership",
             findings=ownership,
-            not_observable=why_not_observed(record.header, OWNERSHIP_EVENTS),
+            not_observable=why_not_observed(trace.header, OWNERSHIP_EVENTS),
         ),
     )
 

@@ -40,14 +40,16 @@ class OwnTokens:
             The first position whose provisional token was another one, or None.
         """
         changed = None
+        ids, values = self.ids, self.values
         for token_id in token_ids:
             position = self.num_known
-            if position < len(self.ids) and self.ids[position] != token_id:
+            if position < len(ids) and ids[position] != token_id:
                 changed = position
                 self._cut(position)
-            if position == len(self.ids):
-                self._append(token_id)
-            self.num_known += 1
+            if position == len(ids):
+                values.append(extend(values[-1] if values else self._root, token_id, position))
+                ids.append(token_id)
+            self.num_known = position + 1
         return changed
 
     def propose(self, position: int, token_id: int) -> bool:
@@ -65,6 +67,10 @@ class OwnTokens:
         if position == len(self.ids):
             self._append(token_id)
         return True
+
+    def value_before(self, position: int) -> int:
+        """What the slot before one of its positions should hold; the root before the first."""
+        return self.values[position - 1] if position else self._root
 
     def forget_provisional(self) -> None:
         """Keep the known tokens only."""

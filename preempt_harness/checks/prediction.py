@@ -9,29 +9,28 @@ from __future__ import annotations
 from itertools import zip_longest
 
 from preempt_harness.admission import Simulation
-from preempt_harness.checks._accounting_counters import Tally
-from preempt_harness.checks.delivery import workload_of
+from preempt_harness.checks._accounting_counters import TalliedTrial
 from preempt_harness.checks.finding import CheckResult, Code, Listing
-from preempt_harness.record import EngineError, Preempted, Scheduled, TrialRecord
+from preempt_harness.checks.trace import ScheduledRows, Trace
+from preempt_harness.record import EngineError, Preempted
 
 
-def check_prediction(record: TrialRecord, predicted: Simulation) -> CheckResult:
+def check_prediction(trace: Trace, predicted: Simulation) -> CheckResult:
     """The first way in which the schedule is not the predicted one."""
     listing = Listing()
-    if any(isinstance(event, EngineError) for event in record.events):
+    if trace.has(EngineError):
         return listing.result("work", "prediction")
-    _compare_preemptions(record, predicted, listing)
+    _compare_preemptions(trace, predicted, listing)
     if not listing.findings:
-        _compare_totals(record, predicted, listing)
+        _compare_totals(trace, predicted, listing)
     listing.count("predictions compared")
     return listing.result("work", "prediction")
 
 
-def _compare_preemptions(record: TrialRecord, predicted: Simulation, listing: Listing) -> None:
-    prompts = {request: spec.num_prompt_tokens for request, spec in workload_of(record).items()}
-    happened = [event for event in record.events if isinstance(event, Preempted)]
+def _compare_preemptions(trace: Trace, predicted: Simulation, listing: Listing) -> None:
+    prompts = {request: spec.num_prompt_tokens for request, spec in trace.specs.items()}
     for number, (event, expected) in enumerate(
-        zip_longest(happened, predicted.preemptions), start=1
+        zip_longest(trace.of(Preempted), predicted.preemptions), start=1
     ):
         if event is None:
             what = f"preemption {number} should be of {expected.request} and did not happen"
@@ -62,13 +61,10 @@ def _compare_preemptions(record: TrialRecord, predicted: Simulation, listing: Li
             return
 
 
-def _compare_totals(record: TrialRecord, predicted: Simulation, listing: Listing) -> None:
-    tally = Tally(record.header.block_size)
-    last = -1
-    for event in record.events:
-        tally.take(event)
-        if isinstance(event, Scheduled):
-            last = event.step
+def _compare_totals(trace: Trace, predicted: Simulation, listing: Listing) -> None:
+    tally = trace.derive(TalliedTrial).tally
+    scheduled = trace.of(ScheduledRows)
+    last = scheduled[-1].step if scheduled else -1
     totals = {
         "tokens computed": (tally.values["num_computed_tokens"], predicted.num_scheduled_tokens),
         "tokens recomputed": (

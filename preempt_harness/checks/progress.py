@@ -2,10 +2,11 @@
 
 All bounds are formulas over the planned work and are printed with the finding. They assume what
 every working scheduler grants: the oldest request is never a victim, so it computes something in
-every step; and what the plan forces is paid for separately.
+every step; and what the plan forces is paid for separately. Where prefills and decodes share no
+step, so is every preemption: what it lost is computed while the others stand still.
 
     t_r = ceil((P_r + O_r) / c)       steps that compute request r from nothing; c = token budget
-    steps <= last arrival + sum_r (t_r + O_r + 2) + forced preemptions * (max_r t_r + 2) + exempt
+    steps <= last arrival + sum_r (t_r + O_r + 2) + preemptions * (max_r t_r + 2) + exempt
     K      = sum_r (t_r + 2) + 2      in so many steps somebody gets further than ever before
 
 Steps in which the harness holds blocks are exempt. A forced preemption starts K anew.
@@ -15,9 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from preempt_harness.checks.delivery import read_workload, workload_of
 from preempt_harness.checks.finding import CheckResult, Code, Listing
 from preempt_harness.checks.tables import num_blocks_for
+from preempt_harness.checks.trace import Batch, DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
     Aborted,
     Arrived,
@@ -28,13 +29,15 @@ from preempt_harness.record import (
     PoolCounts,
     Preempted,
     Resumed,
-    Scheduled,
     TrialRecord,
 )
 from preempt_harness.workload import RequestSpec
 
 PREEMPT_ALL = "preempt-all"
 """How an applied plan action that preempts everybody begins."""
+
+_BEGINNINGS = frozenset({Arrived, Finished, Aborted, Preempted})
+"""What can begin the count of stalled steps anew, besides rows that go further than ever."""
 
 _SPARE = 2  # steps: one for the preempting step, which admits nobody, one in flight
 
@@ -61,10 +64,14 @@ def step_bounds(record: TrialRecord) -> StepBounds:
 
     Where an engine schedules each branch for itself, each counts like a request.
     """
-    specs = list(workload_of(record).values())
-    budget = record.header.config.get("max_num_batched_tokens")
+    return _bounds(Trace(record))
+
+
+def _bounds(trace: Trace) -> StepBounds:
+    specs = list(trace.specs.values())
+    budget = trace.header.config.get("max_num_batched_tokens")
     chunk = budget if isinstance(budget, int) else 1
-    one_by_one = bool(record.header.config.get("branches_one_by_one"))
+    one_by_one = bool(trace.header.config.get("branches_one_by_one"))
     units = [
         (spec, 1 if one_by_one else spec.sampling.num_sequences)
         for spec in specs
@@ -74,39 +81,39 @@ def step_bounds(record: TrialRecord) -> StepBounds:
         num_blocks_for(spec.num_prompt_tokens + spec.sampling.max_tokens, chunk)
         for spec, _ in units
     ]
-    places = record.header.config.get("max_num_seqs")
+    places = trace.header.config.get("max_num_seqs")
     at_once = min(chunk, places) if isinstance(places, int) else chunk
     work = sum(times) + sum(
         spec.sampling.max_tokens * num_blocks_for(together, at_once) + _SPARE
         for spec, together in units
     )
     last_arrival = max((spec.arrival_step for spec in specs), default=0)
-    forced = sum(
-        isinstance(event, Preempted) and event.reason == "forced" for event in record.events
-    )
+    preemptions = trace.of(Preempted)
+    if _mixes(trace.header):
+        preemptions = [event for event in preemptions if event.reason == "forced"]
     again = max(times, default=0) + _SPARE
-    exempt = len(_exempt_steps(record))
+    exempt = len(_exempt_steps(trace))
     stall = sum(time + _SPARE for time in times) + _SPARE
     return StepBounds(
-        total=last_arrival + work + forced * again + exempt,
+        total=last_arrival + work + len(preemptions) * again + exempt,
         stall=stall,
         formula=(
-            f"last arrival {last_arrival} + work {work} + {forced} forced preemptions * {again} "
+            f"last arrival {last_arrival} + work {work} + {len(preemptions)} preemptions that "
+            f"stop the others * {again} "
             f"+ {exempt} steps with held blocks"
         ),
         stall_formula=f"sum of {sum(times)} steps of computing anew and {_SPARE} per request",
     )
 
 
-def check_steps(record: TrialRecord) -> CheckResult:
+def check_steps(trace: Trace) -> CheckResult:
     """Total number of steps, and no livelock."""
-    if "squeeze" in record.header.plan and "PoolCounts" not in record.header.observed:
+    if "squeeze" in trace.header.plan and not trace.sees("PoolCounts"):
         reason = "the plan holds blocks, and without PoolCounts it cannot be seen for how long"
         return CheckResult(check="progress", part="steps", not_observable=reason)
     listing = Listing()
-    bounds = step_bounds(record)
-    exempt = _exempt_steps(record)
-    last = max((event.step for event in record.events), default=0)
+    bounds = _bounds(trace)
+    last = max((batch.step for batch in trace.batches), default=0)
     listing.count("steps", last + 1)
     listing.count("step bound", bounds.total)
     listing.count("stall bound K", bounds.stall)
@@ -117,35 +124,42 @@ def check_steps(record: TrialRecord) -> CheckResult:
             f"the trial takes {last + 1} steps, its planned work at most {bounds.total} "
             f"({bounds.formula})",
         )
-    _judge_livelock(record, bounds, exempt, listing)
+    _judge_livelock(trace, bounds, listing)
     return listing.result("progress", "steps")
 
 
-def _exempt_steps(record: TrialRecord) -> set[int]:
-    """Steps in which the harness held blocks: nobody is blamed for standing still."""
-    return {event.step for event in record.events if isinstance(event, PoolCounts) and event.held}
+def _exempt_steps(trace: Trace) -> set[int]:
+    """Steps in which the harness held blocks: nobody is blamed for standing still.
+
+    What the engine keeps for itself, such as a null block, is always held.
+    """
+    own = trace.header.config.get("reserved_blocks", 0)
+    return {event.step for event in trace.of(PoolCounts) if event.held > own}
 
 
-def _judge_livelock(
-    record: TrialRecord, bounds: StepBounds, exempt: set[int], listing: Listing
-) -> None:
+def _mixes(header: Header) -> bool:
+    """Whether a step that computes a lost prefill anew still serves the others.
+
+    A record that lists no capabilities is held to the stricter bound.
+    """
+    return not header.capabilities or "mixed_steps" in header.capabilities
+
+
+def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
     high_water: dict[str, int] = {}
+    drafts = trace.header.config.get("num_speculative_tokens", 0)
     live: dict[str, None] = {}
+    exempt = _exempt_steps(trace)
     stalled: set[int] = set()
     moved_in = -1
-    for event in record.events:
+    for event in trace.batches:
         rises = False
-        if isinstance(event, Scheduled):
-            rises = event.end > high_water.get(event.seq, 0)
-            high_water[event.seq] = max(event.end, high_water.get(event.seq, 0))
-        elif isinstance(event, Arrived):
-            live[event.request] = None
-            rises = True
-        elif isinstance(event, Finished | Aborted):
-            live.pop(event.request, None)
-            rises = True
-        elif isinstance(event, Preempted):
-            rises = event.reason == "forced"
+        if isinstance(event, ScheduledRows):
+            rises = not drafts and _raise_high_water(event, high_water)
+        elif drafts and isinstance(event, DeliveredRows):
+            rises = True  # a step's end tells nothing of progress: it may be drafts
+        elif type(event) in _BEGINNINGS:
+            rises = _begins_anew(event, live)
         if rises or not live:
             stalled.clear()
             moved_in = event.step
@@ -161,25 +175,51 @@ def _judge_livelock(
             return
 
 
-def check_order(record: TrialRecord) -> CheckResult:
+def _begins_anew(event: Batch, live: dict[str, None]) -> bool:
+    """Whether the event begins the count of stalled steps anew; keeps the live requests."""
+    if isinstance(event, Arrived):
+        live[event.request] = None
+    elif isinstance(event, (Finished, Aborted)):
+        live.pop(event.request, None)
+    else:
+        return isinstance(event, Preempted) and event.reason == "forced"
+    return True
+
+
+def _raise_high_water(rows: ScheduledRows, high_water: dict[str, int]) -> bool:
+    """Whether any row goes further than its sequence ever went."""
+    rises = False
+    for seq, end in zip(rows.seqs, rows.ends, strict=True):
+        if end > high_water.get(seq, 0):
+            high_water[seq] = end
+            rises = True
+    return rises
+
+
+def check_order(trace: Trace) -> CheckResult:
     """After a preempt-all by recompute, requests of equal priority come back in arrival order.
 
-    Requests whose priority is changed on the way are left out.
+    Requests whose priority is changed on the way are left out. One that had come back before may
+    queue behind those that were admitted before its return: engines keep the order of arrival or of
+    admission, and both are fair.
     """
     listing = Listing()
-    operations = read_workload(record).operations
-    changed = {item.request for item in operations if item.kind == "set_priority"}
+    changed = {item.request for item in trace.workload.operations if item.kind == "set_priority"}
     arrival: dict[str, tuple[int, int]] = {}
+    returned: set[str] = set()
+    late: frozenset[str] = frozenset()
     group: list[str] = []
     waiting: set[str] = set()
     back: list[str] = []
     all_in_step: int | None = None
-    for event in record.events:
+    for event in trace.of(Arrived, PlanApplied, Preempted, Resumed):
         if isinstance(event, Arrived):
             arrival[event.request] = (event.priority, len(arrival))
-        elif isinstance(event, PlanApplied) and event.action.startswith(PREEMPT_ALL):
-            all_in_step = event.step
-            group, waiting, back = [], set(), []
+        elif isinstance(event, PlanApplied):
+            if event.action.startswith(PREEMPT_ALL):
+                all_in_step = event.step
+                group, waiting, back = [], set(), []
+                late = frozenset(returned)
         elif isinstance(event, Preempted):
             if event.request in changed:
                 continue
@@ -188,11 +228,15 @@ def check_order(record: TrialRecord) -> CheckResult:
                 waiting.add(event.request)
             else:
                 waiting.discard(event.request)
-        elif isinstance(event, Resumed) and event.request in waiting:
+        else:
+            returned.add(event.request)
+            if event.request not in waiting:
+                continue
             waiting.discard(event.request)
             back.append(event.request)
             listing.count("re-admissions judged")
-            _judge_order(event, group, back, arrival, listing)
+            if event.request not in late:
+                _judge_order(event, group, back, arrival, listing)
     return listing.result("progress", "order")
 
 
@@ -217,15 +261,14 @@ def _judge_order(
             )
 
 
-def check_ends(record: TrialRecord) -> CheckResult:
+def check_ends(trace: Trace) -> CheckResult:
     """Every request ends; one that can never run ends with an error, and alone."""
     listing = Listing()
-    specs = workload_of(record)
-    if any(isinstance(event, EngineError) for event in record.events):
+    record, specs = trace.record, trace.specs
+    if trace.has(EngineError):
         return listing.result("progress", "ends")
-    aborted = {event.request for event in record.events if isinstance(event, Aborted)}
-    operations = read_workload(record).operations
-    aborted |= {item.request for item in operations if item.kind == "abort"}
+    aborted = {event.request for event in trace.of(Aborted)}
+    aborted |= {item.request for item in trace.workload.operations if item.kind == "abort"}
     for request, spec in specs.items():
         if request in aborted:
             continue

@@ -25,6 +25,7 @@ from preempt_harness.checks import (
 )
 from preempt_harness.checks.finding import CheckResult, Finding, why_not_observed
 from preempt_harness.checks.tokens import Tolerance
+from preempt_harness.checks.trace import Trace
 from preempt_harness.record import TrialRecord
 
 
@@ -59,14 +60,14 @@ class Part:
     check: str
     part: str = ""
     needs: frozenset[str] = frozenset()
-    judge: Callable[[TrialRecord, CheckOptions], tuple[CheckResult, ...]]
+    judge: Callable[[Trace, CheckOptions], tuple[CheckResult, ...]]
 
-    def run(self, record: TrialRecord, options: CheckOptions) -> tuple[CheckResult, ...]:
+    def run(self, trace: Trace, options: CheckOptions) -> tuple[CheckResult, ...]:
         """Judge, or say why not."""
-        reason = why_not_observed(record.header, self.needs)
+        reason = why_not_observed(trace.header, self.needs)
         if reason is not None:
             return (CheckResult(check=self.check, part=self.part, not_observable=reason),)
-        return self.judge(record, options)
+        return self.judge(trace, options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,28 +130,29 @@ def run_checks(
             f"unknown checks: {', '.join(sorted(unknown))}; known: {', '.join(CHECK_NAMES)}"
         )
     chosen = options if options is not None else CheckOptions()
+    trace = Trace(record)
     return CheckReport(
         results=tuple(
-            result for part in PARTS if part.check in wanted for result in part.run(record, chosen)
+            result for part in PARTS if part.check in wanted for result in part.run(trace, chosen)
         )
     )
 
 
 def _plain(
-    judge: Callable[[TrialRecord], CheckResult],
-) -> Callable[[TrialRecord, CheckOptions], tuple[CheckResult, ...]]:
-    return lambda record, options: (judge(record),)
+    judge: Callable[[Trace], CheckResult],
+) -> Callable[[Trace, CheckOptions], tuple[CheckResult, ...]]:
+    return lambda trace, options: (judge(trace),)
 
 
 PARTS = (
     Part(check="crash", judge=_plain(crash.check_crash)),
     Part(
         check="kvsan",
-        judge=lambda record, options: kvsan.kvsan_parts(record, options.verify),
+        judge=lambda trace, options: kvsan.kvsan_parts(trace, options.verify),
     ),
     Part(
         check="tokens",
-        judge=lambda record, options: (tokens.check_tokens(record, options.tolerance),),
+        judge=lambda trace, options: (tokens.check_tokens(trace, options.tolerance),),
     ),
     Part(
         check="delivery",
@@ -235,9 +237,7 @@ PARTS = (
         check="work",
         part="preemptions",
         needs=frozenset({"Preempted"}),
-        judge=lambda record, options: (
-            work.check_preemptions(record, options.expected_preemptions),
-        ),
+        judge=lambda trace, options: (work.check_preemptions(trace, options.expected_preemptions),),
     ),
     Part(
         check="work",
@@ -249,10 +249,10 @@ PARTS = (
         check="work",
         part="prediction",
         needs=frozenset({"Preempted", "Scheduled"}),
-        judge=lambda record, options: (
+        judge=lambda trace, options: (
             ()
             if options.prediction is None
-            else (prediction.check_prediction(record, options.prediction),)
+            else (prediction.check_prediction(trace, options.prediction),)
         ),
     ),
     Part(

@@ -9,10 +9,16 @@ copied to, swapped or poisoned, its table entry changes, or its own token turns 
 each of these marks what must be read again. The cost of a step is in proportion to the tokens
 scheduled, the table entries changed and the blocks invalidated, whatever the context's length.
 `full` reads every position of every row instead, and is the reference for the incremental way.
+
+Most rows are of one token and as they should be: the sequence's own token, into its own slot, after
+the content that its own history leads to. Incrementally, such a row is recognised by a handful of
+comparisons (`_write_rows`), and so is a read that only its own write can have changed
+(`_read_rows`); whatever is not like that takes the long way, which names what is wrong.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from preempt_harness.checks._kvsan_state import (
@@ -25,7 +31,8 @@ from preempt_harness.checks.chain import UNWRITTEN, extend, root
 from preempt_harness.checks.finding import Code
 from preempt_harness.checks.own_tokens import OwnTokens
 from preempt_harness.checks.shadow import Shadow, Write
-from preempt_harness.checks.tables import SHARED, SchedulerTables, num_blocks_for
+from preempt_harness.checks.tables import SHARED, Lease, num_blocks_for
+from preempt_harness.checks.trace import ComputedRows
 from preempt_harness.record import Computed
 
 
@@ -47,14 +54,16 @@ class RankSanitizer:
 
     # What happens to sequences ----------------------------------------------------------------
 
-    def deliver(self, seq: str, token_ids: Sequence[int]) -> None:
+    def deliver(self, seqs: Iterable[str], token_ids: Iterable[Sequence[int]]) -> None:
         """Real tokens arrived; provisional ones that were others must not be read any more."""
-        reader = self._readers.get(seq)
-        if reader is None:
-            return
-        changed = reader.tokens.deliver(token_ids)
-        if changed is not None:
-            reader.verified = min(reader.verified, changed)
+        readers = self._readers
+        for seq, own_ids in zip(seqs, token_ids, strict=True):
+            reader = readers.get(seq)
+            if reader is None:
+                continue
+            changed = reader.tokens.deliver(own_ids)
+            if changed is not None:
+                reader.verified = min(reader.verified, changed)
 
     def lose_blocks(self, seq: str, keeps_contents: bool = False) -> None:
         """The sequence gave up its blocks; whatever it reads next is to be verified from 0.
@@ -94,15 +103,19 @@ class RankSanitizer:
 
     # A step -------------------------------------------------------------------------------------
 
-    def compute(self, rows: Sequence[Computed], tick: int) -> None:
+    def compute(self, rows: ComputedRows, tick: int) -> None:
         """All rows of one step."""
-        readers = [self._take_table(row) for row in rows]
-        writes = [Write(row.seq, row.step, tick) for row in rows]
-        for index in self._write_order(rows, readers):
-            self._write(rows[index], readers[index], writes[index])
-        for row, reader, write in zip(rows, readers, writes, strict=True):
-            self._read(row, reader)
-            write.tainted = reader.corrupt
+        readers = self._take_tables(rows)
+        writes = [Write(seq, rows.step, tick) for seq in rows.seqs]
+        order = self._write_order(rows, readers)
+        if self._context.full:
+            for index in order:
+                self._write(rows.rows[index], readers[index], writes[index])
+            for row, reader, write in zip(rows.rows, readers, writes, strict=True):
+                self._read(row, reader, write)
+        else:
+            self._write_rows(rows, readers, writes, order)
+            self._read_rows(rows, readers, writes)
 
     def _reader(self, seq: str) -> Reader:
         reader = self._readers.get(seq)
@@ -113,22 +126,34 @@ class RankSanitizer:
 
     # Phase 1 --------------------------------------------------------------------------------------
 
-    def _take_table(self, row: Computed) -> Reader:
-        reader = self._reader(row.seq)
+    def _take_tables(self, rows: ComputedRows) -> list[Reader]:
+        tables, size, full = self._context.tables, self._context.block_size, self._context.full
+        readers = [self._readers.get(seq) or self._reader(seq) for seq in rows.seqs]
+        for row, reader in zip(rows.rows, readers, strict=True):
+            if row.table_new or row.table_keep < len(reader.table) or not reader.indexed:
+                self._change_table(row, reader)
+        if tables is not None:
+            leases = tables.leases_at(rows.step, rows.seqs)
+            for index, (reader, lease, end) in enumerate(
+                zip(readers, leases, rows.ends, strict=True)
+            ):
+                if lease is not reader.lease or end > reader.owned * size or full:
+                    self._check_lease(rows.rows[index], reader, lease)
+        return readers
+
+    def _change_table(self, row: Computed, reader: Reader) -> None:
         keep = min(row.table_keep, len(reader.table))
         if not reader.indexed:
             reader.table = reader.table[:keep] + row.table_new
             reader.indices = {}
             reader.indexed = True
             self._add_to_index(reader, 0, row.step)
-        elif keep < len(reader.table) or row.table_new:
+        else:
             self._index.remove(reader, keep)
-            reader.table = reader.table[:keep] + row.table_new
+            reader.table[keep:] = row.table_new
             reader.verified = min(reader.verified, keep * self._context.block_size)
             reader.owned = min(reader.owned, keep)
             self._add_to_index(reader, keep, row.step)
-        self._check_lease(row, reader)
-        return reader
 
     def _add_to_index(self, reader: Reader, start: int, step: int) -> None:
         for index in range(start, len(reader.table)):
@@ -153,12 +178,8 @@ class RankSanitizer:
                     position=index * self._context.block_size,
                 )
 
-    def _check_lease(self, row: Computed, reader: Reader) -> None:
+    def _check_lease(self, row: Computed, reader: Reader, lease: Lease | None) -> None:
         """Every block that the row touches must be the sequence's by the scheduler's account."""
-        tables = self._context.tables
-        if tables is None:
-            return
-        lease = tables.lease_at(row.step, row.seq)
         if reader.computed is None:
             first = lease.num_cached * self._context.block_size if lease is not None else row.start
             reader.computed = first
@@ -171,14 +192,13 @@ class RankSanitizer:
             self._num_operations += 1
             block = reader.table[index]
             if lease is None or block not in lease.born:
-                self._report_foreign_block(row, reader, index, block, tables)
+                self._report_foreign_block(row, reader, index, block)
                 break
         reader.owned = needed
 
-    def _report_foreign_block(
-        self, row: Computed, reader: Reader, index: int, block: int, tables: SchedulerTables
-    ) -> None:
-        holders = tables.holders(block)
+    def _report_foreign_block(self, row: Computed, reader: Reader, index: int, block: int) -> None:
+        assert self._context.tables is not None
+        holders = self._context.tables.holders(block)
         owner = f"{', '.join(holders)} holds it" if holders else "nobody holds it"
         position = index * self._context.block_size
         self._report(
@@ -193,29 +213,84 @@ class RankSanitizer:
 
     # Phase 2 --------------------------------------------------------------------------------------
 
-    def _write_order(self, rows: Sequence[Computed], readers: Sequence[Reader]) -> list[int]:
+    def _write_order(self, rows: ComputedRows, readers: Sequence[Reader]) -> Iterable[int]:
         """Rows such that a row comes after the one that writes what it continues from.
 
         A row continues from position start - 1; when that slot is written in the same step by
         another row (a prefix hit on a block that is being filled), that row writes first.
         """
-        writers = {slot: index for index, row in enumerate(rows) for slot in row.written_slots}
+        before = self._slots_before(rows, readers)
+        if set().union(*[row.written_slots for row in rows.rows]).isdisjoint(before):
+            return range(len(before))
+        writers = {slot: index for index, row in enumerate(rows.rows) for slot in row.written_slots}
         order: dict[int, None] = {}
-        for index in range(len(rows)):
+        for index in range(len(before)):
             path: list[int] = []
             current: int | None = index
             while current is not None and current not in order and current not in path:
                 path.append(current)
-                before = self._slot_of(readers[current], rows[current].start - 1)
-                current = writers.get(before) if before is not None else None
+                slot = before[current]
+                current = writers.get(slot) if slot is not None else None
             order.update(dict.fromkeys(reversed(path)))
-        return list(order)
+        return order
+
+    def _slots_before(self, rows: ComputedRows, readers: Sequence[Reader]) -> list[int | None]:
+        """The slot that each row continues from; None where there is none."""
+        size = self._context.block_size
+        before: list[int | None] = []
+        for reader, start in zip(readers, rows.starts, strict=True):
+            index, offset = divmod(start - 1, size)
+            table = reader.table
+            before.append(table[index] * size + offset if 0 <= index < len(table) else None)
+        return before
 
     def _slot_of(self, reader: Reader, position: int) -> int | None:
         index, offset = divmod(position, self._context.block_size)
         if not 0 <= index < len(reader.table):
             return None
         return reader.table[index] * self._context.block_size + offset
+
+    def _write_rows(
+        self,
+        rows: ComputedRows,
+        readers: Sequence[Reader],
+        writes: Sequence[Write],
+        order: Iterable[int],
+    ) -> None:
+        """`_write` each row; for one token that is as it should be, without the long way."""
+        context, device, entries = self._context, self._shadow.device, self._index.entries
+        size, num_blocks = context.block_size, context.num_blocks
+        vocab_size = context.vocab_size or math.inf
+        references = {} if context.tables is None else context.tables.refs
+        for row_index in order:
+            row, reader = rows.rows[row_index], readers[row_index]
+            own, table, position = reader.tokens, reader.table, row.start
+            index, offset = divmod(position, size)
+            if (
+                len(row.token_ids) == 1 == len(row.written_slots)
+                and position < len(own.ids)
+                and row.token_ids[0] == (token_id := own.ids[position])
+                and 0 <= token_id < vocab_size
+                and index < len(table)
+                and 0 <= (block := table[index]) < num_blocks
+                and row.written_slots[0] == block * size + offset
+                and references.get(block, 0) < 2
+                and (slots := device.get(block)) is not None
+                and (
+                    slots.values[offset - 1] == own.values[position - 1]
+                    if offset
+                    else self._continued_from(row, reader) == own.value_before(position)
+                )
+            ):
+                self._num_operations += 1
+                slots.values[offset] = own.values[position]
+                slots.writes[offset] = writes[row_index]
+                if reader.verified > position:
+                    reader.verified = position
+                if len(entries[block]) > 1:
+                    self._index.mark((block,), but=reader)
+            else:
+                self._write(row, reader, writes[row_index])
 
     def _write(self, row: Computed, reader: Reader, write: Write) -> None:
         context = self._context
@@ -329,7 +404,34 @@ class RankSanitizer:
 
     # Phase 3 --------------------------------------------------------------------------------------
 
-    def _read(self, row: Computed, reader: Reader) -> None:
+    def _read_rows(
+        self, rows: ComputedRows, readers: Sequence[Reader], writes: Sequence[Write]
+    ) -> None:
+        """`_read` each row; where only the last position is new, without the long way."""
+        size, device = self._context.block_size, self._shadow.device
+        for row, reader, write, end in zip(rows.rows, readers, writes, rows.ends, strict=True):
+            own, position = reader.tokens, row.start
+            index = position // size
+            if (
+                reader.verified == position == end - 1
+                and row.read_len == end <= len(own.values)
+                and not reader.dirty
+                and index < len(reader.table)
+                and (slots := device.get(reader.table[index])) is not None
+                and slots.values[position % size] == own.values[position]
+            ):
+                self._num_operations += 1
+                reader.verified = end
+                if reader.computed == position:
+                    reader.computed = end
+                else:
+                    reader.extend_computed(position, end)
+                if reader.corrupt:
+                    write.tainted = True
+            else:
+                self._read(row, reader, write)
+
+    def _read(self, row: Computed, reader: Reader, write: Write) -> None:
         end = row.start + len(row.token_ids)
         if row.read_len != end:
             self._report_read_len(row, reader, end)
@@ -344,6 +446,7 @@ class RankSanitizer:
         reader.verified = limit
         reader.dirty.clear()
         reader.extend_computed(row.start, end)
+        write.tainted = reader.corrupt
 
     def _to_verify(self, reader: Reader, limit: int) -> Iterable[int]:
         """Table indices to read, ascending."""

@@ -7,13 +7,13 @@ beside the device's.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+
+import msgspec
 
 from preempt_harness.checks.chain import POISONED, UNWRITTEN
 
 
-@dataclass(slots=True, eq=False)
-class Write:
+class Write(msgspec.Struct, eq=False, gc=False):
     """Who filled a slot.
 
     Attributes:
@@ -88,7 +88,7 @@ class Shadow:
         for target, slots in moved:
             destination[target] = Slots(
                 list(slots.values),
-                [write and replace(write, tick=tick) for write in slots.writes],
+                [write and msgspec.structs.replace(write, tick=tick) for write in slots.writes],
             )
 
     def _unwritten(self) -> Slots:

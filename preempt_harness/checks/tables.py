@@ -12,13 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from preempt_harness.record import (
-    BlocksAllocated,
-    BlocksFreed,
-    BlocksReplaced,
-    Forked,
-    Scheduled,
-)
+from preempt_harness.checks.trace import ScheduledRows
+from preempt_harness.record import BlocksAllocated, BlocksFreed, BlocksReplaced, Forked
 
 SHARED = -1
 """In `Lease.born`: the sequence did not get the block fresh, it shares somebody's content."""
@@ -46,12 +41,20 @@ class Lease:
 
 
 class SchedulerTables:
-    """All leases, and how often each block is referenced."""
+    """All leases, and how often each block is referenced.
+
+    Attributes:
+        leases: sequence -> its present lease. Replaced when one begins or ends and never changed,
+            so that a step remembers those of its time by remembering this dictionary.
+        refs: block -> references, for referenced blocks only.
+        num_references: of all blocks together.
+    """
 
     def __init__(self) -> None:
         self.leases: dict[str, Lease] = {}
         self.refs: dict[int, int] = {}
-        self._scheduled: dict[int, dict[str, Lease]] = {}
+        self.num_references = 0
+        self._scheduled: dict[int, list[tuple[Sequence[str], dict[str, Lease]]]] = {}
 
     def allocate(self, event: BlocksAllocated, tick: int = 0) -> list[int]:
         """Append blocks to a table.
@@ -61,8 +64,8 @@ class SchedulerTables:
         """
         lease = self.leases.get(event.seq)
         if lease is None:
-            lease = self.leases[event.seq] = Lease(event.seq, event.step)
-            lease.num_cached = event.num_cached
+            lease = Lease(event.seq, event.step, num_cached=event.num_cached)
+            self.leases = {**self.leases, event.seq: lease}
         taken = []
         for index, block in enumerate(event.blocks):
             fresh = index >= event.num_cached
@@ -71,6 +74,7 @@ class SchedulerTables:
             lease.blocks.append(block)
             lease.born[block] = tick if fresh else SHARED
             self.refs[block] = self.refs.get(block, 0) + 1
+        self.num_references += len(event.blocks)
         return taken
 
     def free(self, event: BlocksFreed) -> list[int]:
@@ -96,28 +100,38 @@ class SchedulerTables:
                 else:
                     foreign.append(block)
         if not left:
-            del self.leases[event.seq]
+            self.leases = {seq: other for seq, other in self.leases.items() if other is not lease}
         elif len(left) != len(lease.blocks):
             born = {block: lease.born[block] for block in left}
             changed = Lease(lease.seq, lease.step, left, born, lease.num_cached)
-            self.leases[event.seq] = changed
-            if event.seq in self._scheduled.get(event.step, ()):
-                self._scheduled[event.step][event.seq] = changed  # a block replaced in its step
+            self.leases = {**self.leases, event.seq: changed}
+            step = self._scheduled.get(event.step, [])
+            if any(event.seq in seqs and event.seq in leases for seqs, leases in step):
+                step.append(((event.seq,), self.leases))  # a block replaced in its step
         return foreign
 
-    def replace(self, event: BlocksReplaced) -> None:
-        """Entries name other blocks, which somebody else filled."""
+    def replace(self, event: BlocksReplaced) -> list[int]:
+        """Entries name other blocks, which somebody else filled.
+
+        Returns:
+            Blocks that they named before.
+        """
         lease = self.leases.get(event.seq)
         if lease is None:
-            return
+            return []
         blocks, born = list(lease.blocks), dict(lease.born)
+        replaced = []
         for index, block in zip(event.indices, event.blocks, strict=True):
             old, blocks[index] = blocks[index], block
+            replaced.append(old)
             born.pop(old, None)
             born[block] = SHARED
             self.refs[block] = self.refs.get(block, 0) + 1
+            self.num_references += 1
             self._drop(old)
-        self.leases[event.seq] = Lease(lease.seq, lease.step, blocks, born, lease.num_cached)
+        changed = Lease(lease.seq, lease.step, blocks, born, lease.num_cached)
+        self.leases = {**self.leases, event.seq: changed}
+        return replaced
 
     def fork(self, event: Forked) -> None:
         """The child shares the parent's blocks; from now on neither may write to them."""
@@ -126,32 +140,35 @@ class SchedulerTables:
             return
         born = dict.fromkeys(parent.blocks, SHARED)
         parent.born = dict(born)
-        self.leases[event.child] = Lease(
-            event.child, event.step, list(parent.blocks), born, parent.num_cached
-        )
+        child = Lease(event.child, event.step, list(parent.blocks), born, parent.num_cached)
+        self.leases = {**self.leases, event.child: child}
         for block in parent.blocks:
             self.refs[block] += 1
+        self.num_references += len(parent.blocks)
 
-    def schedule(self, event: Scheduled) -> None:
-        """Remember the lease that the step was scheduled with."""
-        step = self._scheduled.get(event.step)
+    def schedule(self, rows: ScheduledRows) -> None:
+        """Remember the leases that the rows were scheduled with."""
+        step = self._scheduled.get(rows.step)
         if step is None:
-            step = self._scheduled[event.step] = {}
+            step = self._scheduled[rows.step] = []
             if len(self._scheduled) > _STEPS_REMEMBERED:
                 del self._scheduled[next(iter(self._scheduled))]
-        lease = self.leases.get(event.seq)
-        if lease is not None:
-            step[event.seq] = lease
+        step.append((rows.seqs, self.leases))
 
-    def lease_at(self, step: int, seq: str) -> Lease | None:
-        """The lease with which the step was scheduled, else the one held now."""
-        return self._scheduled.get(step, {}).get(seq) or self.leases.get(seq)
+    def leases_at(self, step: int, seqs: Sequence[str]) -> list[Lease | None]:
+        """The leases with which the step was scheduled, else those held now."""
+        scheduled, held = self._scheduled.get(step, []), self.leases
+        if all(leases is held for _, leases in scheduled):
+            return list(map(held.get, seqs))
+        found = {seq: leases[seq] for names, leases in scheduled for seq in names if seq in leases}
+        return [found.get(seq) or held.get(seq) for seq in seqs]
 
     def holders(self, block: int) -> list[str]:
         """Sequences whose table names the block."""
         return [seq for seq, lease in self.leases.items() if block in lease.born]
 
     def _drop(self, block: int) -> None:
+        self.num_references -= 1
         self.refs[block] -= 1
         if not self.refs[block]:
             del self.refs[block]
@@ -164,6 +181,8 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 
 def first_difference(left: Sequence[object], right: Sequence[object]) -> int | None:
     """Index of the first difference, None when equal; a prefix differs at its length."""
+    if left == right:
+        return None
     for index, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other:
             return index

@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from preempt_harness.checks.delivery import workload_of
 from preempt_harness.checks.finding import CheckResult, Code, Listing
 from preempt_harness.checks.tables import first_difference
+from preempt_harness.checks.trace import Trace
 from preempt_harness.record import Aborted, Score, SequenceOutput, TrialRecord
 
 
@@ -84,11 +84,15 @@ def compare_tokens(record: TrialRecord, tolerance: Tolerance | None = None) -> l
         record: with a baseline; `scores` are of its own outputs, for first branches.
         tolerance: None allows exact equality only.
     """
-    baseline = record.baseline
+    aborted = {event.request for event in record.events if isinstance(event, Aborted)}
+    return _compare_all(Trace(record), aborted, tolerance)
+
+
+def _compare_all(trace: Trace, aborted: set[str], tolerance: Tolerance | None) -> list[Comparison]:
+    record, baseline = trace.record, trace.record.baseline
     if baseline is None:
         return []
-    specs = workload_of(record)
-    aborted = {event.request for event in record.events if isinstance(event, Aborted)}
+    specs = trace.specs
     comparisons = []
     for request, result in record.results.items():
         reference = baseline.results.get(request)
@@ -106,7 +110,7 @@ def compare_tokens(record: TrialRecord, tolerance: Tolerance | None = None) -> l
                 sequence=f"{request}.{branch}",
                 output=output,
                 baseline=other,
-                by_prefix=by_prefix or _fills_the_pool(record, request, output),
+                by_prefix=by_prefix or _fills_the_pool(trace, request, output),
                 exact_only=exact_only,
                 batch_invariant=record.header.batch_invariant,
                 gaps=baseline.logits_top2.get(request, []) if branch == 0 else [],
@@ -117,22 +121,22 @@ def compare_tokens(record: TrialRecord, tolerance: Tolerance | None = None) -> l
     return comparisons
 
 
-def _fills_the_pool(record: TrialRecord, request: str, output: SequenceOutput) -> bool:
+def _fills_the_pool(trace: Trace, request: str, output: SequenceOutput) -> bool:
     """The pool ended the output: with room it would have gone on."""
-    most = record.header.max_total_tokens
-    num_prompt_tokens = workload_of(record)[request].num_prompt_tokens
-    total = num_prompt_tokens + len(output.token_ids)
+    most = trace.header.max_total_tokens
+    total = trace.specs[request].num_prompt_tokens + len(output.token_ids)
     return most is not None and output.finish_reason == "length" and total >= most
 
 
-def check_tokens(record: TrialRecord, tolerance: Tolerance | None = None) -> CheckResult:
+def check_tokens(trace: Trace, tolerance: Tolerance | None = None) -> CheckResult:
     """A finding for every sequence that DIVERGED."""
-    reason = why_not_comparable(record)
+    reason = why_not_comparable(trace.record)
     if reason is not None:
         return CheckResult(check="tokens", not_observable=reason)
     listing = Listing()
-    specs = workload_of(record)
-    for comparison in compare_tokens(record, tolerance):
+    specs = trace.specs
+    aborted = {event.request for event in trace.of(Aborted)}
+    for comparison in _compare_all(trace, aborted, tolerance):
         listing.count(f"sequences {comparison.verdict}")
         if comparison.code is None:
             continue

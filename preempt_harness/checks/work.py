@@ -14,14 +14,14 @@ new, only the width of three numbers per sequence (1 to 5 bytes each) may change
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
-from preempt_harness.checks._accounting_counters import Tally
-from preempt_harness.checks.delivery import workload_of
+from preempt_harness.checks._accounting_counters import TalliedTrial
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.tables import SchedulerTables, num_blocks_for
+from preempt_harness.checks.trace import Batch, DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
     Aborted,
     Arrived,
@@ -30,18 +30,14 @@ from preempt_harness.record import (
     BlocksFreed,
     BlocksPoisoned,
     BlocksReplaced,
-    Event,
     Forked,
     PlanApplied,
     Preempted,
-    Scheduled,
     StepDone,
     StepSent,
     SwappedIn,
     SwappedOut,
     TokensChosen,
-    TokensDelivered,
-    TrialRecord,
 )
 
 FRAME_BYTES = 64
@@ -51,15 +47,13 @@ WIDTH_BYTES = 12
 """Three numbers of a sequence, each 1 to 5 bytes wide."""
 
 
-def check_recompute(record: TrialRecord) -> CheckResult:
+def check_recompute(trace: Trace) -> CheckResult:
     """Only what a preemption lost is computed twice."""
     listing = Listing()
-    tally = Tally(record.header.block_size)
-    for event in record.events:
-        tally.take(event)
+    tally = trace.derive(TalliedTrial).tally
     for name in ("num_recomputed_tokens", "num_generated_tokens", "num_preemptions"):
         listing.count(name, tally.values[name])
-    again, lost = _computed_again(record)
+    again, lost = _computed_again(trace)
     for request, count in again.items():
         if count > lost[request]:
             listing.report(
@@ -72,7 +66,7 @@ def check_recompute(record: TrialRecord) -> CheckResult:
     return listing.result("work", "recompute")
 
 
-def _computed_again(record: TrialRecord) -> tuple[Counter[str], Counter[str]]:
+def _computed_again(trace: Trace) -> tuple[dict[str, int], Counter[str]]:
     """What was computed twice, and what preemptions lost.
 
     Positions beyond the known tokens are drafts, and may be computed again.
@@ -81,30 +75,38 @@ def _computed_again(record: TrialRecord) -> tuple[Counter[str], Counter[str]]:
         Request -> tokens scheduled at positions that had been computed with their known token, and
         request -> most such positions that its preemptions by recompute can have lost.
     """
-    known: Counter[str] = Counter()
-    settled: Counter[str] = Counter()
-    again: Counter[str] = Counter()
+    known: defaultdict[str, int] = defaultdict(int)
+    settled: defaultdict[str, int] = defaultdict(int)
+    again: dict[str, int] = {}
     lost: Counter[str] = Counter()
-    for event in record.events:
-        if isinstance(event, Arrived):
+    for event in trace.of(ScheduledRows, DeliveredRows, TokensChosen, Forked, Arrived, Preempted):
+        if isinstance(event, ScheduledRows):
+            for seq, start, end in zip(event.seqs, event.starts, event.ends, strict=True):
+                before = settled[seq]
+                if not before:
+                    again.setdefault(request_of(seq), 0)
+                elif start < before:
+                    again[request_of(seq)] += max(0, min(end, before) - start)
+                if end > before:
+                    settled[seq] = max(before, min(end, known[seq]))
+        elif isinstance(event, DeliveredRows):
+            for seq, token_ids in zip(event.seqs, event.token_ids, strict=True):
+                known[seq] += len(token_ids)
+        elif isinstance(event, Arrived):
             known[f"{event.request}.0"] = len(event.prompt_token_ids)
-        elif isinstance(event, TokensDelivered | TokensChosen):
+        elif isinstance(event, TokensChosen):
             known[event.seq] += len(event.token_ids)
         elif isinstance(event, Forked):
             known[event.child] = known[event.parent]
             settled[event.child] = settled[event.parent]
-        elif isinstance(event, Preempted) and event.mode != "swap":
+        elif event.mode != "swap":
             for seq, count in settled.items():
                 if request_of(seq) == event.request:
                     lost[event.request] += count
-        elif isinstance(event, Scheduled):
-            before = settled[event.seq]
-            again[request_of(event.seq)] += max(0, min(event.end, before) - event.start)
-            settled[event.seq] = max(before, min(event.end, known[event.seq]))
     return again, lost
 
 
-def check_preemptions(record: TrialRecord, expected: int | None = None) -> CheckResult:
+def check_preemptions(trace: Trace, expected: int | None = None) -> CheckResult:
     """No request is preempted more often than others can need blocks, nobody in vain.
 
     A natural preemption of r hands r's blocks to another request, which needs each of its own
@@ -116,19 +118,19 @@ def check_preemptions(record: TrialRecord, expected: int | None = None) -> Check
         expected: natural preemptions of the clean engine on the same workload, if known.
     """
     listing = Listing()
-    specs = workload_of(record)
-    size = record.header.block_size
+    specs = trace.specs
+    size = trace.header.block_size
     blocks = {
         request: num_blocks_for(spec.num_prompt_tokens + spec.sampling.max_tokens, size)
         for request, spec in specs.items()
     }
     natural: Counter[str] = Counter()
     forced = 0
-    for event in record.events:
+    for event in trace.of(Preempted, PlanApplied):
         if isinstance(event, Preempted):
             natural[event.request] += event.reason != "forced"
             forced += event.reason == "forced"
-        elif isinstance(event, PlanApplied):
+        else:
             forced += event.action.startswith("squeeze")
     total = sum(natural.values())
     listing.count("natural preemptions", total)
@@ -162,10 +164,11 @@ class _Taking:
     takers: set[str] = field(default_factory=set)
 
 
-def check_vain(record: TrialRecord) -> CheckResult:
+def check_vain(trace: Trace) -> CheckResult:
     """A victim of a lack of blocks makes room: somebody gets blocks in the same step.
 
     A request that needs a block and is the least urgent itself is its own victim; nobody gains.
+    It needs slots for the token after those that are computed or on their way, and for its drafts.
     Where blocks are swapped out, freed ones may be withheld until they are copied, so that they are
     had in the next step, unless the plan or the user takes that request away before. What several
     branches of one victim needed, copies of shared blocks included, the log does not tell; such a
@@ -175,7 +178,17 @@ def check_vain(record: TrialRecord) -> CheckResult:
     tables = SchedulerTables()
     steps: dict[int, _Taking] = {}
     swapping: set[int] = set()
-    for event in record.events:
+    num_drafts = trace.header.config.get("num_speculative_tokens", 0)
+    for event in trace.of(
+        BlocksAllocated,
+        BlocksFreed,
+        BlocksReplaced,
+        Forked,
+        SwappedOut,
+        Aborted,
+        PlanApplied,
+        Preempted,
+    ):
         if isinstance(event, BlocksAllocated):
             tables.allocate(event)
             takers = steps.setdefault(event.step, _Taking()).takers
@@ -190,10 +203,11 @@ def check_vain(record: TrialRecord) -> CheckResult:
                 steps[event.step - 1].takers.add(event.request)
         elif isinstance(event, Preempted):
             lease = tables.leases.get(f"{event.request}.0")
-            room = len(lease.blocks) * record.header.block_size if lease is not None else 0
+            room = len(lease.blocks) * trace.header.block_size if lease is not None else 0
             taking = steps.setdefault(event.step, _Taking())
             branches = sum(request_of(seq) == event.request for seq in tables.leases)
-            taking.victims[event.request] = branches > 1 or event.num_tokens > room
+            wanted = max(event.num_tokens, event.num_computed_tokens + 1) + num_drafts
+            taking.victims[event.request] = branches > 1 or wanted > room
         elif isinstance(event, BlocksFreed):
             tables.free(event)
         elif isinstance(event, BlocksReplaced):
@@ -214,17 +228,17 @@ def check_vain(record: TrialRecord) -> CheckResult:
     return listing.result("work", "victims")
 
 
-def _takes_away(event: Event) -> TypeGuard[Preempted | Aborted | PlanApplied]:
+def _takes_away(event: Batch) -> TypeGuard[Preempted | Aborted | PlanApplied]:
     """Whether a request that was to get blocks may not need them, or not find them, any more."""
     if isinstance(event, PlanApplied):
         return event.action.startswith("squeeze")
     return isinstance(event, Aborted) or (isinstance(event, Preempted) and event.reason == "forced")
 
 
-def check_bytes(record: TrialRecord) -> CheckResult:
+def check_bytes(trace: Trace) -> CheckResult:
     """What a step sends to a worker grows with what is new, not with the context."""
-    judge = _Bytes(record)
-    for event in record.events:
+    judge = _Bytes()
+    for event in trace.batches:
         judge.take(event)
     return judge.listing.result("work", "bytes")
 
@@ -241,7 +255,7 @@ class _Message:
 
 
 class _Bytes:
-    def __init__(self, record: TrialRecord) -> None:
+    def __init__(self) -> None:
         self.listing = Listing()
         self._known: Counter[str] = Counter()
         self._admitted: set[str] = set()
@@ -251,11 +265,14 @@ class _Bytes:
         self._sent: dict[int, list[StepSent]] = {}
         self._least: dict[tuple[int, int], StepSent] = {}
 
-    def take(self, event: Event) -> None:
+    def take(self, event: Batch) -> None:
         message = self._messages.setdefault(event.step, _Message())
         if isinstance(event, Arrived):
             self._known[f"{event.request}.0"] = len(event.prompt_token_ids)
-        elif isinstance(event, TokensDelivered | TokensChosen):
+        elif isinstance(event, DeliveredRows):
+            for seq, token_ids in zip(event.seqs, event.token_ids, strict=True):
+                self._known[seq] += len(token_ids)
+        elif isinstance(event, TokensChosen):
             self._known[event.seq] += len(event.token_ids)
         elif isinstance(event, BlocksAllocated):
             self._new_blocks[event.seq] += len(event.blocks)
@@ -269,8 +286,9 @@ class _Bytes:
         elif isinstance(event, Preempted):
             # One that was swapped out may lose its host blocks, and no event says so.
             self._untold |= {seq for seq in self._known if request_of(seq) == event.request}
-        elif isinstance(event, Scheduled):
-            self._schedule(event, message)
+        elif isinstance(event, ScheduledRows):
+            for seq, start, end in zip(event.seqs, event.starts, event.ends, strict=True):
+                self._schedule(seq, start, end, message)
         elif isinstance(event, BlocksPoisoned):
             message.num_ids += len(event.blocks)
             message.steady = False
@@ -288,16 +306,16 @@ class _Bytes:
                 self._judge(sent, message)
             self._messages.pop(event.step, None)
 
-    def _schedule(self, event: Scheduled, message: _Message) -> None:
-        num_tokens = event.end - event.start
-        message.names.add(event.seq)
+    def _schedule(self, seq: str, start: int, end: int, message: _Message) -> None:
+        num_tokens = end - start
+        message.names.add(seq)
         message.num_scheduled += 1
-        num_blocks = self._new_blocks.pop(event.seq, 0)
+        num_blocks = self._new_blocks.pop(seq, 0)
         message.num_ids += num_blocks
         message.steady &= num_tokens == 1 and not num_blocks
-        if event.seq not in self._admitted:
-            self._admitted.add(event.seq)
-            message.num_ids += max(self._known[event.seq], event.end)
+        if seq not in self._admitted:
+            self._admitted.add(seq)
+            message.num_ids += max(self._known[seq], end)
             message.steady = False
         else:
             message.num_ids += num_tokens

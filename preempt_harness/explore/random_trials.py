@@ -41,6 +41,7 @@ from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
 
 _BLOCK_SIZES = (1, 2, 3, 4, 4, 4, 8, 16)
 _TOKEN_BUDGETS = (3, 7, 16, 64, 2048)
+_ANY_PROMPT = 1 << 16  # tokens; more than any drawn request has
 ACTION_KINDS = ("output", "computed", "resume", "all", "squeeze", "abort", "random")
 """What a random plan is made of."""
 
@@ -104,6 +105,9 @@ def _limited(
     source: random.Random, settings: EngineSettings, workload: Workload, adapter: EngineAdapter
 ) -> tuple[EngineSettings, Workload]:
     """What the workload asks for; and sometimes a max_model_len that ends requests early."""
+    if protocol.SET_PRIORITY not in adapter.capabilities:
+        kept = [item for item in workload.operations if item.kind != "set_priority"]
+        workload = msgspec.structs.replace(workload, operations=kept)
     branches = max(request.sampling.num_sequences for request in workload.requests)
     urgent = any(request.priority for request in workload.requests) or any(
         operation.kind == "set_priority" for operation in workload.operations
@@ -197,7 +201,7 @@ def random_settings(source: random.Random, adapter: EngineAdapter, model: str) -
         num_blocks=1,
         block_size=source.choice(adapter.block_sizes or _BLOCK_SIZES),
         max_num_batched_tokens=(
-            source.choice(_TOKEN_BUDGETS) if protocol.CHUNKED_PREFILL in able else 2048
+            source.choice(_TOKEN_BUDGETS) if protocol.CHUNKED_PREFILL in able else _ANY_PROMPT
         ),
         max_num_seqs=source.choice((1, 2, 4, 256)),
         watermark=source.choice(_WATERMARKS) if protocol.WATERMARK in able else 0.0,
@@ -232,8 +236,8 @@ def random_features(source: random.Random, adapter: EngineAdapter) -> list[str]:
     needs = {
         "sampling": {protocol.SAMPLING},
         "operations": {protocol.ABORT, protocol.RESET_PREFIX_CACHE},
-        "logprobs": {protocol.LOGPROBS},
         "stops": {protocol.STOP_TOKENS, protocol.MIN_TOKENS},
+        "logprobs": {protocol.LOGPROBS},
         "outputs": {protocol.PARALLEL_SAMPLING, protocol.SAMPLING},
         "beams": {protocol.BEAM_SEARCH},
         "penalties": {protocol.PENALTIES, protocol.LOGIT_BIAS},

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from preempt_harness.adapters import protocol
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
 
@@ -49,6 +50,19 @@ def drawn(preempt: PreemptHarness, seed: int) -> dict[str, Any]:
     if "sampling" not in preempt.adapter.capabilities:
         return {}
     return {"temperature": 1.0, "seed": seed}
+
+
+def chunks(preempt: PreemptHarness, num_tokens: int) -> dict[str, Any]:
+    """Settings with which a step computes so many tokens; none where prompts are never cut."""
+    if protocol.CHUNKED_PREFILL not in preempt.adapter.capabilities:
+        return {}
+    return {"max_num_batched_tokens": num_tokens}
+
+
+def require_chunks(preempt: PreemptHarness) -> None:
+    """Skip where the engine computes a prompt in one step, or not at all."""
+    if protocol.CHUNKED_PREFILL not in preempt.adapter.capabilities:
+        pytest.skip(f"engine {preempt.adapter.name} lacks {protocol.CHUNKED_PREFILL}")
 
 
 def companions(preempt: PreemptHarness, block: int, *, count: int = 2) -> list[RequestSpec]:

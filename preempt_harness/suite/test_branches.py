@@ -71,6 +71,7 @@ def test_outputs_equal_those_of_requests_of_their_own(preempt: PreemptHarness, m
 
 @PARALLEL
 @MODES
+@pytest.mark.preempt_requires("stop_tokens", "min_tokens")
 def test_outputs_of_unequal_length(preempt: PreemptHarness, mode: str) -> None:
     """Branches end at different times; those that are left come back without the others."""
     require_mode(preempt, mode)

@@ -25,6 +25,7 @@ def evict(step: int, used: int, left: int) -> str:
 STEPS = {"prefill_first": 1, "prefill_middle": 2, "prefill_last": 3}
 
 
+@pytest.mark.preempt_requires("chunked_prefill")
 @pytest.mark.parametrize("phase", STEPS)
 def test_during_prefill(preempt: PreemptHarness, phase: str) -> None:
     block = block_size(preempt)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 
 from preempt_harness.harness import PreemptHarness
-from preempt_harness.suite.shapes import block_size, request, together
+from preempt_harness.suite.shapes import block_size, request, require_chunks, together
+
+WHOLE = 64  # blocks; no prompt has as many
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["cache", "no-cache"])
-@pytest.mark.parametrize("chunk_blocks", [1, 3, 64], ids=["chunk-1", "chunk-3", "whole"])
+@pytest.mark.parametrize("chunk_blocks", [1, 3, WHOLE], ids=["chunk-1", "chunk-3", "whole"])
 def test_tight_pool(preempt: PreemptHarness, chunk_blocks: int, prefix_caching: bool) -> None:
+    if chunk_blocks < WHOLE:
+        require_chunks(preempt)
     block = block_size(preempt)
     workload = together(
         request(preempt, "r0", 5 * block, 6 * block),
@@ -32,6 +36,8 @@ def test_tight_pool(preempt: PreemptHarness, chunk_blocks: int, prefix_caching: 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 16])
 def test_block_size(preempt: PreemptHarness, size: int) -> None:
+    if preempt.adapter.block_sizes and size not in preempt.adapter.block_sizes:
+        pytest.skip(f"engine {preempt.adapter.name} has no blocks of {size}")
     workload = together([request(preempt, f"r{index}", 11 + 7 * index, 24) for index in range(3)])
     result = preempt.run(workload, "tight", block_size=size)
     result.assert_preempted()

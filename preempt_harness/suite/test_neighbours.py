@@ -59,7 +59,7 @@ def test_a_later_request_shares_the_victims_prefix(
 
 
 @CACHE
-@pytest.mark.preempt_requires("preempt", "stepped")
+@pytest.mark.preempt_requires("preempt", "stepped", "chunked_prefill")
 @pytest.mark.parametrize("phase", [*PHASES, "all"])
 def test_a_later_request_shares_what_the_victim_had_computed(
     preempt: PreemptHarness, phase: str, prefix_caching: bool
@@ -84,7 +84,40 @@ def test_a_later_request_shares_what_the_victim_had_computed(
     result.assert_clean()
 
 
-@pytest.mark.preempt_requires("preempt", "stepped")
+@pytest.mark.preempt_requires("preempt", "stepped", "chunked_prefill", "prefix_caching")
+@pytest.mark.parametrize("phase", PHASES)
+def test_prompts_that_begin_with_a_later_block_of_the_victim(
+    preempt: PreemptHarness, phase: str
+) -> None:
+    """What the victim computes after its return hangs on what it found again, and is no beginning.
+
+    nano-vllm forgot the hash of a free block that was found again, so that the next block was
+    entered as a first one (GeeeekExplorer/nano-vllm, f64d821).
+    """
+    block = block_size(preempt)
+    prompt = preempt.prompts.take(8 * block)
+    later = [
+        request(
+            preempt,
+            f"s{index}",
+            prompt[index * block : (index + 1) * block] + preempt.prompts.take(1),
+            block,
+            arrival_step=9,
+        )
+        for index in range(1, 8)
+    ]
+    result = preempt.run(
+        together(request(preempt, "victim", prompt, 3 * block), later),
+        plan=PHASES[phase],
+        block_size=block,
+        max_num_batched_tokens=2 * block,
+    )
+    result.assert_preempted(request="victim", phase=phase)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("preempt", "stepped", "chunked_prefill", "mixed_steps")
 @pytest.mark.parametrize("num_blocks", ["roomy", 20])
 @pytest.mark.parametrize("phase", PHASES)
 def test_growing_requests_take_the_freed_blocks(
@@ -229,7 +262,7 @@ def test_aborted_after_a_preemption(preempt: PreemptHarness, when: str) -> None:
     result.assert_clean()
 
 
-@pytest.mark.preempt_requires("abort", "preempt", "stepped")
+@pytest.mark.preempt_requires("abort", "preempt", "stepped", "chunked_prefill")
 def test_aborted_in_the_middle_of_its_prefill(preempt: PreemptHarness) -> None:
     """Blocks of a half computed prompt must not be found by the next request with that prompt."""
     block = block_size(preempt)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from preempt_harness.harness import PreemptHarness
-from preempt_harness.suite.shapes import block_size, companions, request, together
+from preempt_harness.suite.shapes import (
+    block_size,
+    chunks,
+    companions,
+    request,
+    require_chunks,
+    together,
+)
 
 pytestmark = pytest.mark.preempt_requires("preempt", "stepped")
 
@@ -26,6 +33,8 @@ PHASES = {
 def test_preempted_in(
     preempt: PreemptHarness, phase: str, company: int, prefix_caching: bool
 ) -> None:
+    if phase.startswith("prefill"):
+        require_chunks(preempt)
     block = block_size(preempt)
     workload = together(
         request(preempt, "victim", 8 * block, 3 * block),
@@ -35,7 +44,7 @@ def test_preempted_in(
         workload,
         plan=PHASES[phase],
         block_size=block,
-        max_num_batched_tokens=2 * block,
+        **chunks(preempt, 2 * block),
         enable_prefix_caching=prefix_caching,
     )
     result.assert_preempted(request="victim", phase=phase)
@@ -43,6 +52,7 @@ def test_preempted_in(
     result.assert_clean()
 
 
+@pytest.mark.preempt_requires("chunked_prefill")
 @pytest.mark.parametrize("chunk", [1, 3, 5])
 def test_chunks_that_are_no_multiple_of_a_block(preempt: PreemptHarness, chunk: int) -> None:
     block = block_size(preempt)
@@ -59,6 +69,7 @@ def test_chunks_that_are_no_multiple_of_a_block(preempt: PreemptHarness, chunk: 
     result.assert_clean()
 
 
+@pytest.mark.preempt_requires("chunked_prefill")
 @pytest.mark.parametrize("offset", [1, 2, -1])
 @pytest.mark.parametrize("phase", ["prefill_first", "prefill_middle", "prefill_last"])
 def test_chunks_that_end_beside_a_block_boundary(
@@ -76,6 +87,7 @@ def test_chunks_that_end_beside_a_block_boundary(
     result.assert_clean()
 
 
+@pytest.mark.preempt_requires("chunked_prefill", "mixed_steps")
 def test_all_while_one_is_in_its_prefill_and_again(preempt: PreemptHarness) -> None:
     block = block_size(preempt)
     workload = together(

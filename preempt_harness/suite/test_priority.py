@@ -41,6 +41,7 @@ def test_equal_priorities_keep_arrival_order(preempt: PreemptHarness) -> None:
     result.assert_clean()
 
 
+@pytest.mark.preempt_requires("set_priority")
 def test_priorities_that_change(preempt: PreemptHarness) -> None:
     block = block_size(preempt)
     requests = [urgent(request(preempt, f"r{i}", 2 * block + i, 5 * block), i) for i in range(4)]

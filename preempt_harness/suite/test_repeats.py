@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from preempt_harness.harness import PreemptHarness
-from preempt_harness.suite.shapes import block_size, companions, request, together
+from preempt_harness.suite.shapes import block_size, chunks, companions, request, together
 
 CACHE = pytest.mark.parametrize("prefix_caching", [True, False], ids=["cache", "no-cache"])
 
@@ -39,8 +39,8 @@ def test_again_before_the_lost_tokens_are_recomputed(
         workload,
         plan="preempt:victim@out=4/preempt:victim@resume=1/preempt:victim@resume=2",
         block_size=block,
-        max_num_batched_tokens=2 * block,
         enable_prefix_caching=prefix_caching,
+        **chunks(preempt, 2 * block),
     )
     result.assert_preempted(request="victim", at_least=3)
     result.assert_matches_baseline()
@@ -108,19 +108,19 @@ def test_every_few_steps(preempt: PreemptHarness) -> None:
     result.assert_clean()
 
 
-# A victim of 8 blocks arrives at step 2 and computes 2 blocks a step, beside three that decode.
-VICTIM_STEPS = {"prefill_first": 3, "prefill_middle": 4, "prefill_last": 6, "first_decode": 7}
+# A victim of 8 blocks arrives at step 3 and computes 2 blocks a step, beside three that decode.
+VICTIM_STEPS = {"prefill_first": 4, "prefill_middle": 5, "prefill_last": 7, "first_decode": 8}
 
 
 @CACHE
-@pytest.mark.preempt_requires("preempt", "stepped")
+@pytest.mark.preempt_requires("preempt", "stepped", "mixed_steps")
 @pytest.mark.parametrize("phase", VICTIM_STEPS)
 def test_two_of_several_at_once(preempt: PreemptHarness, phase: str, prefix_caching: bool) -> None:
     block = block_size(preempt)
     step = VICTIM_STEPS[phase]
     workload = together(
         companions(preempt, block, count=3),
-        request(preempt, "victim", 8 * block, 2 * block, arrival_step=2),
+        request(preempt, "victim", 8 * block, 2 * block, arrival_step=3),
     )
     result = preempt.run(
         workload,

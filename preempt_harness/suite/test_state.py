@@ -9,6 +9,7 @@ import pytest
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.suite.shapes import (
     block_size,
+    chunks,
     companions,
     request,
     require_mode,
@@ -37,11 +38,11 @@ ITEMS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "prompt-logprobs": (("prompt_logprobs",), {"prompt_logprobs": 2, "logprobs": 1}),
     "logit-bias": (("logit_bias",), {"logit_bias": ((5, 6.0), (9, -8.0))}),
     "min-tokens": (
-        ("min_tokens", "stop_tokens"),
+        ("stop_tokens", "min_tokens"),
         {"min_tokens": 9, "stop_token_ids": tuple(range(4, 40))},
     ),
     "stop-tokens": (
-        ("min_tokens", "stop_tokens"),
+        ("stop_tokens", "min_tokens"),
         {"min_tokens": 3, "stop_token_ids": tuple(range(4, 8))},
     ),
 }
@@ -67,7 +68,7 @@ def test_item(preempt: PreemptHarness, item: str, at: str, mode: str) -> None:
         workload,
         plan=f"preempt:victim@{anchor}:{mode}",
         block_size=block,
-        max_num_batched_tokens=2 * block,
+        **chunks(preempt, 2 * block),
     )
     result.assert_preempted(request="victim", mode=mode)
     result.assert_matches_baseline()
@@ -101,7 +102,9 @@ def test_stop_string_over_a_preemption(preempt: PreemptHarness, length: int, mod
 
 
 @MODES
-@pytest.mark.preempt_requires("penalties", "logprobs", "prompt_logprobs", "logit_bias", "sampling")
+@pytest.mark.preempt_requires(
+    "penalties", "logprobs", "prompt_logprobs", "logit_bias", "sampling", "min_tokens"
+)
 def test_everything_together_and_all_at_once(preempt: PreemptHarness, mode: str) -> None:
     require_mode(preempt, mode)
     block = block_size(preempt)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 
 from preempt_harness.harness import PreemptHarness
+from preempt_harness.result import TrialResult
 from preempt_harness.suite.shapes import block_size, companions, request, together
 
 pytestmark = pytest.mark.preempt_requires("tensor_parallel")
@@ -19,6 +20,12 @@ pytestmark = pytest.mark.preempt_requires("tensor_parallel")
 def _two_ranks_must_divide_the_model(preempt: PreemptHarness) -> None:
     if preempt.settings().model == "smollm2":
         pytest.skip("the heads of smollm2 cannot be divided by 2 ranks; use --preempt-tp 3")
+
+
+def required(result: TrialResult) -> list[str]:
+    """Checks that must judge; those of work need the sizes of messages, which few engines show."""
+    sees_messages = "StepSent" in result.record.header.observed
+    return ["kvsan", "work"] if sees_messages else ["kvsan"]
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["cache", "no-cache"])
@@ -34,7 +41,7 @@ def test_preempted_in_decode(preempt: PreemptHarness, prefix_caching: bool) -> N
     )
     result.assert_preempted(phase="decode")
     result.assert_matches_baseline()
-    result.assert_clean(require=["kvsan", "work"])
+    result.assert_clean(require=required(result))
 
 
 @pytest.mark.preempt_requires("preempt", "stepped")
@@ -55,7 +62,7 @@ def test_long_context(preempt: PreemptHarness, mode: str) -> None:
     )
     result.assert_preempted(request="victim", mode=mode, at_least=2)
     result.assert_matches_baseline()
-    result.assert_clean(require=["kvsan", "work"])
+    result.assert_clean(require=required(result))
 
 
 @pytest.mark.parametrize("size", [1, 8])
@@ -84,4 +91,4 @@ def test_preempted_within_prefill(preempt: PreemptHarness) -> None:
     )
     result.assert_preempted(request="victim", at_least=3)
     result.assert_matches_baseline()
-    result.assert_clean(require=["kvsan", "work"])
+    result.assert_clean(require=required(result))

@@ -468,7 +468,7 @@ class FakeEngine:
                 cached=list(self.cached),
                 held=[],
                 fenced=[],
-                ref_counts=dict(self.refs),
+                ref_counts=[self.refs.get(block, 0) for block in range(self.config.num_blocks)],
                 tables={job.seq: list(job.table) for job in self.running},
                 waiting=[job.spec.id for job in self.waiting],
                 running=[job.spec.id for job in self.running],

@@ -107,10 +107,47 @@ def test_raw_lists_hold_every_block_once(
 
 def test_reference_count_other_than_the_tables_is_found(record: TrialRecord) -> None:
     state = next(event for event in record.events if isinstance(event, PoolState))
-    block = next(iter(state.ref_counts))
-    change(record, PoolState, 0, ref_counts={**state.ref_counts, block: 2})
+    block = state.ref_counts.index(1)
+    ref_counts = [*state.ref_counts[:block], 2, *state.ref_counts[block + 1 :]]
+    change(record, PoolState, 0, ref_counts=ref_counts)
     found = accounting(record)
     assert [(finding.code, finding.block) for finding in found] == [(Code.ACC_REF_COUNT, block)]
+
+
+def test_references_beyond_the_pool_are_found(record: TrialRecord) -> None:
+    state = next(event for event in record.events if isinstance(event, PoolState))
+    change(record, PoolState, 0, ref_counts=[*state.ref_counts, 1])
+    by_code = {finding.code: finding for finding in accounting(record)}
+    assert set(by_code) == {Code.ACC_POOL_LISTS, Code.ACC_REF_COUNT}
+    assert "block 8 is referenced, but the pool has blocks 0 to 7" in str(
+        by_code[Code.ACC_POOL_LISTS]
+    )
+
+
+def test_block_that_is_free_and_referenced_is_found_at_its_state(record: TrialRecord) -> None:
+    """The states before and after it are right, and are compared as a whole."""
+    states = [event for event in record.events if isinstance(event, PoolState)]
+    index = next(number for number, state in enumerate(states) if number and state.tables)
+    block = states[index].ref_counts.index(1)
+    change(record, PoolState, index, free=[*states[index].free, block])
+    found = accounting(record)
+    assert [(finding.code, finding.step, finding.block) for finding in found] == [
+        (Code.ACC_POOL_LISTS, states[index].step, block)
+    ]
+
+
+@pytest.mark.parametrize("at", [0, 1, -1])
+def test_host_block_that_is_lost_is_found_at_its_state(record: TrialRecord, at: int) -> None:
+    states = [event for event in record.events if isinstance(event, PoolState)]
+    for index in range(len(states)):
+        change(record, PoolState, index, num_host_blocks=3, host_free=[0, 1, 2])
+    assert accounting(record) == []
+    change(record, PoolState, at, host_free=[0, 2])
+    found = accounting(record)
+    assert [(finding.code, finding.step, finding.block) for finding in found] == [
+        (Code.ACC_POOL_LISTS, states[at].step, 1)
+    ]
+    assert "host block 1 is lost" in found[0].message
 
 
 def test_table_other_than_announced_is_found(record: TrialRecord) -> None:

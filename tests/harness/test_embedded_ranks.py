@@ -12,6 +12,7 @@ from preempt_harness.adapters.embedded import EmbeddedAdapter, EmbeddedSession
 from preempt_harness.adapters.protocol import EngineSettings
 from preempt_harness.checks import Code
 from preempt_harness.checks.kvsan import check_kvsan
+from preempt_harness.checks.trace import Trace
 from preempt_harness.checks.work import check_bytes
 from preempt_harness.record import (
     BlocksPoisoned,
@@ -71,7 +72,7 @@ def test_clean_ranks_agree_although_each_poisons_its_own_blocks() -> None:
         assert ranks == {0, 1}, event_type
     assert any(isinstance(event, Preempted) for event in record.events)
     assert check_kvsan(record).findings == ()
-    assert check_bytes(record).findings == ()
+    assert check_bytes(Trace(record)).findings == ()
 
 
 def test_a_rank_that_differs_is_found_in_what_it_computed() -> None:
@@ -116,7 +117,7 @@ def test_ids_in_every_step_are_found_by_the_size_of_messages() -> None:
     record = run_trial(trial, adapter, open_session=open_session)
     adapter.close_kept()
     assert check_kvsan(record).findings == ()
-    found = check_bytes(record).findings
+    found = check_bytes(Trace(record)).findings
     assert {(finding.code, finding.rank) for finding in found} == {
         (Code.WORK_BYTES, 0),
         (Code.WORK_BYTES, 1),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from fake_engine import FakeConfig, FakeEngine, header_for, run_fake
 from fake_trials import check_agreement, make_workload, trials
 from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from preempt_harness.checks import Code, Finding, KVSan
 from preempt_harness.checks.kvsan import check_kvsan
@@ -43,6 +47,23 @@ def test_tight_pool_preempts_and_is_clean() -> None:
 @given(trials())
 def test_clean_trials_have_no_finding(record: TrialRecord) -> None:
     assert findings(record) == []
+
+
+@settings(max_examples=150, deadline=None)
+@given(trials(), st.randoms(use_true_random=False))
+def test_incremental_and_full_agree_on_logs_with_a_changed_row(
+    record: TrialRecord, source: Random
+) -> None:
+    """One number of one row is another: the short way for rows as they should be must see it."""
+    places = [index for index, event in enumerate(record.events) if isinstance(event, Computed)]
+    place = source.choice(places)
+    event = record.events[place]
+    name = source.choice(("start", "read_len", "table_keep", "token_ids", "written_slots"))
+    value = getattr(event, name)
+    by = source.choice((-4, -1, 1, 4))
+    other = max(0, value + by) if isinstance(value, int) else [max(0, value[0] + by), *value[1:]]
+    record.events[place] = replace(event, **{name: other})
+    findings(record)
 
 
 @pytest.mark.slow

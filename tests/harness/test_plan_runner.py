@@ -261,3 +261,11 @@ def test_a_refused_squeeze_gives_nothing_back() -> None:
     assert plan.take_reports() == [PlanMissed(0, "squeeze:5@0..2", "every block is in use")]
     assert plan.before_step(2, {}) == []
     assert plan.finish(3, {}) == []
+
+
+def test_plan_is_over_when_no_action_has_more_to_do() -> None:
+    assert PlanRunner(PreemptionPlan(), block_size=16).is_over
+    plan = runner("preempt:r0@step=3")
+    assert not plan.is_over
+    plan.before_step(3, {"r0": running()})
+    assert plan.is_over

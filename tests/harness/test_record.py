@@ -73,7 +73,8 @@ def test_digest_changes_with_one_event(record: TrialRecord) -> None:
         ([b"not json"], "log: the first line is not a header"),
         ([b'{"event": {"event": "step_done", "step": 1}}'], "first line is not a header"),
         ([b'{"header": {"schema_version": 99}}'], "schema version 99; this release reads"),
-        ([b'{"header": {"schema_version": 1}}'], "log, line 1: .*missing required field"),
+        ([b'{"header": {"schema_version": 1}}'], "schema version 1; this release reads version 2"),
+        ([b'{"header": {"schema_version": 2}}'], "log, line 1: .*missing required field"),
     ],
 )
 def test_what_is_no_record_is_refused_with_the_reason(lines: list[bytes], message: str) -> None:

@@ -171,7 +171,7 @@ class ForeignEngine:
             "cached": list(self.cached),
             "held": [],
             "fenced": [],
-            "ref_counts": dict(self.refs),
+            "ref_counts": [self.refs.get(block, 0) for block in range(self.num_blocks)],
             "tables": {f"{item.name}.0": list(item.block_table) for item in self.running},
             "waiting": [item.name for item in self.waiting],
             "running": [item.name for item in self.running],

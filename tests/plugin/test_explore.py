@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+from tests.plugin.conftest import SOURCE_PATHS
 
 TEST = """
     import contextlib
@@ -17,6 +21,12 @@ TEST = """
             outcome = preempt.explore()
         print("trials", outcome.num_trials)
 """
+
+
+@pytest.fixture(autouse=True)
+def source_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a subprocess in another folder finds the harness, installed or not."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(SOURCE_PATHS))
 
 
 def source(marker: str = "", fault: str = "") -> str:
