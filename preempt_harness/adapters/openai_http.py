@@ -12,16 +12,22 @@ import http.client
 import json
 import os
 import queue
-import re
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from preempt_harness import record
 from preempt_harness.adapters import protocol
+from preempt_harness.adapters.openai_answers import (
+    ServerPreset,
+    count_of,
+    pieces,
+    preset_named,
+    tokens_of,
+)
 from preempt_harness.adapters.openai_server import (
     JSON_HEADERS,
     Endpoint,
@@ -29,7 +35,7 @@ from preempt_harness.adapters.openai_server import (
     ServerStartError,
 )
 from preempt_harness.adapters.protocol import EngineSettings, KnownIssue, SessionInfo
-from preempt_harness.admission import AdmissionModel, AdmissionPolicy
+from preempt_harness.admission import AdmissionModel
 from preempt_harness.record import AnyEvent, RequestResult, Score, SequenceOutput
 from preempt_harness.workload import RequestSpec
 
@@ -40,51 +46,6 @@ _HOW = (
 _LOOK_S = 0.1  # how often a waiting poll looks whether the server lives
 _SCORE_TIMEOUT_S = 60.0
 _SCORE_LOGPROBS = 20  # most that servers give
-_ID = "token_id:"  # how vLLM names tokens by their ids
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerPreset:
-    """What is particular to one kind of server.
-
-    Attributes:
-        capabilities: beyond those of every server.
-        policy: how it admits; "output_reserved" where it never preempts.
-        body: fields of every request.
-        preemptions: names that the Prometheus counter of preemptions has had; empty for none.
-        health_path: answers 200 when the server is ready.
-    """
-
-    capabilities: frozenset[str] = frozenset()
-    policy: AdmissionPolicy = "output_reserved"
-    body: Mapping[str, Any] = field(default_factory=dict)
-    preemptions: tuple[str, ...] = ()
-    health_path: str = "/health"
-
-
-_PREEMPTS = frozenset(
-    {
-        protocol.RECOMPUTE,
-        protocol.CHUNKED_PREFILL,
-        protocol.MIXED_STEPS,
-        protocol.STOP_TOKENS,
-    }
-)
-PRESETS: Mapping[str, ServerPreset] = {
-    "vllm": ServerPreset(
-        capabilities=_PREEMPTS | {protocol.MIN_TOKENS},
-        policy="chunk",
-        body={"return_token_ids": True, "return_tokens_as_token_ids": True},
-        preemptions=("vllm:num_preemptions_total",),
-    ),
-    "sglang": ServerPreset(
-        capabilities=_PREEMPTS | {protocol.MIN_TOKENS},
-        policy="chunk",
-        body={"return_token_ids": True},
-        preemptions=("sglang:num_retracted_requests_total", "sglang:num_retracted_reqs_total"),
-    ),
-    "llama.cpp": ServerPreset(body={"cache_prompt": True}),
-}
 
 
 class NoTokenIdsError(RuntimeError):
@@ -106,7 +67,7 @@ class OpenAIHttpAdapter:
         command: arguments that start one. "{port}", "{model}", "{num_blocks}", "{block_size}",
             "{num_tokens}" (of the pool), "{max_num_seqs}" and "{max_num_batched_tokens}" in them
             are replaced.
-        preset: name in `PRESETS`.
+        preset: name in `openai_answers.PRESETS`.
         model: the server's name or path of the model.
         vocab_size: of the model.
         block_sizes: those that the server can have; without paging, what the suite counts in.
@@ -131,7 +92,7 @@ class OpenAIHttpAdapter:
         given = os.environ
         self._url = url or given.get("PREEMPT_HTTP_URL")
         self._command = command or json.loads(given.get("PREEMPT_HTTP_COMMAND", "null"))
-        self._preset = _preset(preset or given.get("PREEMPT_HTTP_PRESET", "vllm"))
+        self._preset = preset_named(preset or given.get("PREEMPT_HTTP_PRESET", "vllm"))
         self._vocab_size = vocab_size or int(given.get("PREEMPT_HTTP_VOCAB_SIZE", 0))
         self._start_timeout_s = start_timeout_s
         self._server: ServerProcess | None = None
@@ -338,7 +299,7 @@ class HttpSession:
         for index, token_id in enumerate(continuation):
             body = self._body([*prompt, *continuation[:index]], 1, _SCORE_LOGPROBS)
             answer = self._endpoint.post("/v1/completions", body, _SCORE_TIMEOUT_S)
-            (top, best), *_ = _tokens_of(answer["choices"][0])
+            (top, best), *_ = tokens_of(answer["choices"][0])
             (_, top_logprob), (_, second), *rest = sorted(best.items(), key=lambda item: -item[1])
             # A token that is not among the best is at most as likely as the last of them.
             last = rest[-1][1] if rest else second
@@ -375,7 +336,7 @@ class HttpSession:
             with contextlib.closing(entry.connection):
                 entry.connection.request("POST", path, json.dumps(body), JSON_HEADERS)
                 with entry.connection.getresponse() as response:
-                    for piece in _pieces(response):
+                    for piece in pieces(response):
                         self._arrived.put((spec.id, piece))
         except (OSError, ValueError, http.client.HTTPException) as error:
             self._arrived.put((spec.id, {"error": f"{type(error).__name__}: {error}"}))
@@ -396,7 +357,7 @@ class HttpSession:
         entry.num_cached = details.get("cached_tokens", entry.num_cached)
         for choice in piece.get("choices") or ():
             entry.finish_reason = choice.get("finish_reason") or entry.finish_reason
-            tokens = list(_tokens_of(choice))
+            tokens = list(tokens_of(choice))
             if not tokens and not choice.get("text"):
                 continue
             entry.text += choice.get("text") or ""
@@ -450,75 +411,6 @@ class HttpSession:
         if status != http.client.OK:
             raise NoCounterError(f"/metrics answers with status {status}")
         return count_of(self._preset.preemptions, text)
-
-
-def _preset(name: str) -> ServerPreset:
-    if name not in PRESETS:
-        raise ServerStartError(
-            f"There is no server preset {name!r}.", f"Presets are {', '.join(PRESETS)}."
-        )
-    return PRESETS[name]
-
-
-def count_of(names: Sequence[str], metrics: str) -> int:
-    """Sum of a counter over its labels; 0 while the server has not counted anything yet.
-
-    Args:
-        names: that the counter has had in the server's versions.
-        metrics: Prometheus text format.
-    """
-    listed = "|".join(map(re.escape, names))
-    pattern = rf"^(?:{listed})(?:{{.*}})?\s+(\S+)"
-    return int(sum(float(value) for value in re.findall(pattern, metrics, re.MULTILINE)))
-
-
-def _pieces(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The JSON objects of an event stream.
-
-    Raises:
-        http.client.HTTPException: the server refused, or the stream broke off.
-    """
-    if response.status != http.client.OK:
-        text = response.read().decode(errors="replace")
-        raise http.client.HTTPException(f"status {response.status}: {text[:300]}")
-    for line in response:
-        data = line.decode(errors="replace").strip()
-        if data == "data: [DONE]":
-            return
-        if data.startswith("data:"):
-            yield json.loads(data.removeprefix("data:"))
-        elif data.startswith("error:"):
-            yield {"error": data.removeprefix("error:").strip()}
-    raise http.client.HTTPException("the stream ended without [DONE]")
-
-
-def _tokens_of(choice: Mapping[str, Any]) -> Iterator[tuple[int, dict[int, float]]]:
-    """Token ids of a piece, each with the log probabilities that came with it.
-
-    What is likelier than a greedy server's own choice was forbidden to it: end-of-sequence tokens,
-    which it was asked to ignore.
-    """
-    for token_id, best in _all_tokens_of(choice):
-        own = best.get(token_id, 0.0)
-        yield token_id, {other: value for other, value in best.items() if value <= own}
-
-
-def _all_tokens_of(choice: Mapping[str, Any]) -> Iterator[tuple[int, dict[int, float]]]:
-    logprobs = choice.get("logprobs") or {}
-    if "content" in logprobs:  # llama.cpp, in the form of chat completions
-        for entry in logprobs["content"]:
-            best = {item["id"]: item["logprob"] for item in entry.get("top_logprobs", ())}
-            yield entry["id"], {entry["id"]: entry["logprob"], **best}
-        return
-    chosen = logprobs.get("token_logprobs") or []
-    tops = logprobs.get("top_logprobs") or []
-    for index, token_id in enumerate(choice.get("token_ids") or ()):
-        best = {
-            int(name.removeprefix(_ID)): value
-            for name, value in (tops[index] if index < len(tops) else None or {}).items()
-            if name.startswith(_ID)
-        }
-        yield token_id, best | ({token_id: chosen[index]} if index < len(chosen) else {})
 
 
 def _result(entry: _Request) -> RequestResult:

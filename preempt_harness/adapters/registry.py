@@ -21,7 +21,7 @@ _SHIPPED = {
     "openai-http": "preempt_harness.adapters.openai_http:OpenAIHttpAdapter",
     "transformers-cb": "preempt_harness.adapters.transformers_cb:TransformersAdapter",
     "transformers-cb-threaded": (
-        "preempt_harness.adapters.transformers_cb:ThreadedTransformersAdapter"
+        "preempt_harness.adapters.transformers_cb_threaded:ThreadedTransformersAdapter"
     ),
     "vllm-scheduler": "preempt_harness.adapters.vllm_scheduler:VllmSchedulerAdapter",
     "vllm-scheduler-async": "preempt_harness.adapters.vllm_scheduler:AsyncVllmSchedulerAdapter",

@@ -1,47 +1,42 @@
 """transformers' continuous batching behind the session protocol, whole: model, scheduler, cache.
 
-`TransformersAdapter` steps the batch processor in one thread, so that a trial repeats exactly.
-`ThreadedTransformersAdapter` drives the public manager, whose own thread makes the steps.
-Both use private parts of transformers; docs/adapters/transformers-cb.md says which versions fit.
+The batch processor is stepped in one thread, so that a trial repeats exactly; in
+`transformers_cb_threaded` the manager's own thread makes the steps. Both use private parts of
+transformers; docs/adapters/transformers-cb.md says which versions fit.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import platform
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from preempt_harness import record
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.protocol import EngineSettings, KnownIssue, SessionInfo
+from preempt_harness.adapters.transformers_cb_model import (
+    load_model,
+    load_tokenizer,
+    model_path,
+    swap_space_gib,
+    unpinned_if_on_cpu,
+)
+from preempt_harness.adapters.transformers_cb_names import engine_ids, finish_reason, stop_ids
 from preempt_harness.admission import AdmissionModel
 from preempt_harness.record import AnyEvent, RequestResult, Score, SequenceOutput
 from preempt_harness.trial import UnsupportedTrialError
 from preempt_harness.workload import RequestSpec, SamplingSpec
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from preempt_harness.adapters.transformers_cb_observer import BatchObserver
 
 _INSTALL = 'pip install "preempt-harness[engine]" "transformers>=5.24"'
 _PAGE = "docs/adapters/transformers-cb.md"
 _STAND_IN = "preempt_harness stand-in"
-_POLL_S = 1.0  # a poll of the threaded engine looks after its thread at least so often
-
-
-class EngineThreadError(RuntimeError):
-    """The manager's thread ended while requests were unfinished."""
 
 
 class TransformersAdapter:
@@ -102,14 +97,14 @@ class TransformersAdapter:
 
     def vocab_size(self, settings: EngineSettings) -> int:
         """From the model's configuration file."""
-        config = json.loads((_model_path(settings.model) / "config.json").read_text())
+        config = json.loads((model_path(settings.model) / "config.json").read_text())
         return int(config["vocab_size"])
 
     def encode(self, settings: EngineSettings, text: str) -> list[int] | None:
         """Ids by the model's tokenizer; None for models with random weights."""
         if settings.model.startswith("tiny-"):
             return None
-        ids: list[int] = _tokenizer(settings.model)(text)["input_ids"]
+        ids: list[int] = load_tokenizer(settings.model)(text)["input_ids"]
         return ids
 
     def branch_sampling(self, sampling: SamplingSpec, branch: int) -> SamplingSpec | None:
@@ -129,20 +124,8 @@ class TransformersAdapter:
         Raises:
             UnsupportedTrialError: the engine has no such setting.
         """
-        _refuse_unsupported(settings)
+        refuse_unsupported(settings)
         return TransformersSession(settings)
-
-
-class ThreadedTransformersAdapter(TransformersAdapter):
-    """Adapter "transformers-cb-threaded": nothing can be forced or timed, as for any user."""
-
-    name = "transformers-cb-threaded"
-    capabilities = TransformersAdapter.capabilities - {protocol.STEPPED, protocol.PREEMPT}
-
-    def open(self, settings: EngineSettings) -> ThreadedTransformersSession:
-        """As for the stepped engine; the thread starts with the first poll."""
-        _refuse_unsupported(settings)
-        return ThreadedTransformersSession(settings)
 
 
 class TransformersSession:
@@ -160,7 +143,7 @@ class TransformersSession:
         from preempt_harness.adapters.transformers_cb_observer import BatchObserver
 
         options = dict(settings.options)
-        self.model = _load_model(settings.model, settings.dtype, options.pop("device", "auto"))
+        self.model = load_model(settings.model, settings.dtype, options.pop("device", "auto"))
         self._mode: str = options.pop("preemption_mode", "recompute")
         num_host_blocks: int = options.pop("swap_space_blocks", settings.num_blocks)
         config = {
@@ -174,14 +157,14 @@ class TransformersSession:
             "auto_switch_to_flash": False,
             "use_async_batching": False,
             "return_logprobs": True,
-            "cpu_offload_space": _swap_space_gib(self.model, settings.block_size, num_host_blocks),
+            "cpu_offload_space": swap_space_gib(self.model, settings.block_size, num_host_blocks),
             **options,
         }
         self._manager: Any = self.model.init_continuous_batching(  # type: ignore[operator]
             generation_config=GenerationConfig(do_sample=False, eos_token_id=-1),
             continuous_batching_config=ContinuousBatchingConfig(**config),
         )
-        with _unpinned_if_on_cpu(self.model):
+        with unpinned_if_on_cpu(self.model):
             self._processor: Any = self._manager._create_batch_processor()
         self._manager.batch_processor = self._processor
         _require_one_cache(self._processor)
@@ -222,8 +205,6 @@ class TransformersSession:
 
     def submit(self, request: RequestSpec) -> None:
         """Put the request into the manager's queue."""
-        from preempt_harness.adapters.transformers_cb_observer import stop_ids
-
         sampling = request.sampling
         self._observer.enter(request)
         self._manager.num_return_sequences = sampling.n
@@ -237,8 +218,6 @@ class TransformersSession:
 
     def abort(self, request: str) -> None:
         """Cancel all outputs of the request; the engine does so at its next step."""
-        from preempt_harness.adapters.transformers_cb_observer import engine_ids
-
         for name in engine_ids(request, self._observer.requests[request].sampling.n):
             self._manager.cancel_request(name)
 
@@ -277,8 +256,6 @@ class TransformersSession:
         one of those that stayed has finished. A request that stands in for others lets the last
         one go; when nobody has stayed, the engine is told that nobody need be waited for.
         """
-        from preempt_harness.adapters.transformers_cb_observer import engine_ids
-
         scheduler, cache = self._processor.scheduler, self._processor.cache
         names = engine_ids(request, self._observer.requests[request].sampling.n)
         active = scheduler.active_requests
@@ -337,16 +314,12 @@ class TransformersSession:
         self._outputs[output.request_id] = output
 
     def _has_ended(self, request: str) -> bool:
-        from preempt_harness.adapters.transformers_cb_observer import engine_ids
-
         names = engine_ids(request, self._observer.requests[request].sampling.n)
         return request in self._observer.aborted or all(
             name in self._outputs and self._outputs[name].is_finished() for name in names
         )
 
     def _result(self, request: str) -> RequestResult:
-        from preempt_harness.adapters.transformers_cb_observer import engine_ids
-
         spec = self._observer.requests[request]
         aborted = {output.request_id: output for output in self._observer.aborted.get(request, ())}
         names = engine_ids(request, spec.sampling.n)
@@ -365,72 +338,9 @@ class TransformersSession:
         )
 
 
-class ThreadedTransformersSession(TransformersSession):
-    """The manager's own thread makes the steps; a poll waits for what it delivers."""
-
-    def __init__(self, settings: EngineSettings) -> None:
-        super().__init__(settings)
-        update = self._processor.update_batch
-
-        def update_and_end_step() -> None:
-            update()
-            self._observer.end_step()
-
-        self._has_raised = False
-        self._processor.update_batch = update_and_end_step
-        self._has_started = False
-
-    def stream_to(self, sink: Callable[[Sequence[AnyEvent]], None]) -> None:
-        """Not from the manager's thread: two threads would tell one story in pieces."""
-
-    def poll(self, timeout_s: float) -> Sequence[AnyEvent]:
-        """Wait for an output, or until the thread has died.
-
-        Raises:
-            Exception: what ended the thread. `generate_batch` would return what there is instead.
-        """
-        if not self._has_started:  # with all that was submitted before: they arrive together
-            self._has_started = True
-            self._manager.start()
-        output = self._manager.get_result(timeout=min(timeout_s, _POLL_S))
-        if output is not None:
-            self._keep(output)
-            self._drain()
-        elif not self._manager.is_running():
-            self._has_raised = True
-            raise self._fatal_error() or EngineThreadError("the manager's thread ended")
-        return self._observer.take_events()
-
-    def close(self) -> Sequence[AnyEvent]:
-        """Stop the thread, at once: a flush would wait for requests that hang.
-
-        What ended the thread may come to light only here: the engine hands all requests back as
-        failed before it says why.
-        """
-        if self._has_started:
-            self._manager.stop(block=True, hard_stop=True)
-        error = self._fatal_error()
-        if error is not None and not self._has_raised:
-            self._observer.emit(
-                record.EngineError(
-                    step=self._observer.step,
-                    kind=type(error).__name__,
-                    message=str(error),
-                    traceback="".join(traceback.format_exception(error)),
-                )
-            )
-        return super().close()
-
-    def _fatal_error(self) -> Exception | None:
-        error: Exception | None = self._manager.background_thread_status.fatal_error
-        return error
-
-
 def _sequence_output(
     output: Any, spec: RequestSpec, logprobs: list[dict[int, float]] | None, is_aborted: bool
 ) -> SequenceOutput:
-    from preempt_harness.adapters.transformers_cb_observer import finish_reason
-
     ended = output.is_finished()
     reason = finish_reason(output, spec) if ended else "abort" if is_aborted else None
     return SequenceOutput(
@@ -440,7 +350,8 @@ def _sequence_output(
     )
 
 
-def _refuse_unsupported(settings: EngineSettings) -> None:
+def refuse_unsupported(settings: EngineSettings) -> None:
+    """Raise `UnsupportedTrialError` for settings that the engine has not."""
     reasons = {
         f"block_size={settings.block_size}": settings.block_size < 4,
         "max_model_len": settings.max_model_len is not None,
@@ -454,56 +365,6 @@ def _refuse_unsupported(settings: EngineSettings) -> None:
         )
 
 
-def _swap_space_gib(model: nn.Module, block_size: int, num_blocks: int) -> float:
-    """The engine's unit for so many blocks; half a block more, so that rounding loses none."""
-    from transformers.generation.continuous_batching.cache_allocators import (
-        FullAttentionCacheAllocator,
-    )
-    from transformers.generation.continuous_batching.utils import (
-        find_head_dim,
-        find_num_key_value_heads,
-    )
-
-    config: Any = model.config
-    page = FullAttentionCacheAllocator.get_bytes_per_page(
-        find_num_key_value_heads(config),
-        find_head_dim(config),
-        next(model.parameters()).dtype,
-        block_size,
-    )
-    block = math.lcm(config.num_hidden_layers * page, 128)
-    return (num_blocks + 0.5) * block / 2**30 if num_blocks else 0.0
-
-
-@contextmanager
-def _unpinned_if_on_cpu(model: nn.Module) -> Iterator[None]:
-    """Without an accelerator memory cannot be pinned, which only speeds copies up.
-
-    transformers pins its swap space all the same, and fails; with this its swap runs on a CPU.
-    """
-    import torch
-    from transformers.generation.continuous_batching import offloading_manager
-
-    if next(model.parameters()).device.type != "cpu":
-        yield
-        return
-
-    class Unpinned:
-        """torch, whose `empty` pins nothing."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-        def empty(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
-            return torch.empty(*args, **kwargs)
-
-    offloading_manager.torch = Unpinned()
-    try:
-        yield
-    finally:
-        offloading_manager.torch = torch
-
-
 def _require_one_cache(processor: Any) -> None:
     names = list(processor.cache.cache_allocators)
     if names != ["full_attention"]:
@@ -511,37 +372,3 @@ def _require_one_cache(processor: Any) -> None:
             f"The model's layers are of {', '.join(names)}; tables of full attention can be read.",
             "Choose a model whose layers all have full attention.",
         )
-
-
-def _model_path(model: str) -> Path:
-    from preempt_harness.checkpoints import resolve_model_name
-
-    path = Path(resolve_model_name(model))
-    if path.is_dir():
-        return path
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(model))
-
-
-@lru_cache(maxsize=2)
-def _load_model(model: str, dtype: str, device: str) -> nn.Module:
-    """The model in evaluation mode: on a CPU in float32 unless told otherwise."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if dtype == "auto" and device == "cpu":
-        dtype = "float32"
-    loaded: nn.Module = AutoModelForCausalLM.from_pretrained(
-        _model_path(model), dtype=dtype, attn_implementation="sdpa"
-    )
-    return loaded.to(device).eval()
-
-
-@lru_cache(maxsize=2)
-def _tokenizer(model: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(_model_path(model))

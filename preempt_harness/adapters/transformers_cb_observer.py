@@ -2,7 +2,7 @@
 
 Every wrapper calls the original and reports what it saw. The scheduler's view comes from scheduler,
 cache and offloading manager; the worker's from the keyword arguments of the model's forward call,
-which are what the attention layers write and read by.
+which are what the attention layers write and read by (`transformers_cb_forward.py`).
 
 Block ids of the record start at 0: the engine's first two sectors are trash that no request gets.
 """
@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from preempt_harness import record
+from preempt_harness.adapters.transformers_cb_forward import ForwardView
+from preempt_harness.adapters.transformers_cb_names import finish_reason, sequence_name
 from preempt_harness.record import AnyEvent
 from preempt_harness.workload import RequestSpec
 
 if TYPE_CHECKING:
     from torch import nn
-
-_CHILD = "__child#"  # between a request's name and the number of a further output
 
 EVENT_NAMES = (
     "Arrived",
@@ -50,21 +50,6 @@ EVENT_NAMES = (
     "WorkerSwappedIn",
     "TokensDelivered",
 )
-
-
-class UnreadableIndexError(RuntimeError):
-    """The forward call's cache indices are not those of a block table."""
-
-
-def sequence_name(engine_id: str) -> str:
-    """The record's name of a sequence; the engine calls the outputs of "r0" "r0", "r0__child#0"."""
-    request, _, child = engine_id.partition(_CHILD)
-    return f"{request}.{int(child) + 1 if child else 0}"
-
-
-def engine_ids(request: str, num_outputs: int) -> list[str]:
-    """Inverse of `sequence_name`: the engine's names for all outputs of a request."""
-    return [request, *(f"{request}{_CHILD}{index}" for index in range(num_outputs - 1))]
 
 
 @dataclass(slots=True)
@@ -99,11 +84,9 @@ class BatchObserver:
         self.sink: Callable[[Sequence[AnyEvent]], None] | None = None
         self._processor = processor
         (self._allocator,) = processor.cache.cache_allocators.values()
-        self._page: int = self._allocator.tokens_per_page
         pool = processor.cache.pool
         self._first_block: int = pool.num_reserved_sectors * self._allocator.blocks_per_sector
         self._events: deque[AnyEvent] = deque()
-        self._tables: dict[str, list[int]] = {}
         self._stays: dict[str, _Stay] = {}
         self._entering: list[str] = []  # on their way to the scheduler
         self._lock = threading.Lock()
@@ -111,15 +94,11 @@ class BatchObserver:
         self._num_delivered: Counter[str] = Counter()
         self._num_ended: Counter[str] = Counter()
         self._held_back: list[AnyEvent] = []  # of an offload whose mode is not known yet
-        self._best: dict[str, list[dict[int, float]]] = {}
         self._swapped: set[str] = set()
         self._is_scheduled = False
         self._has_changed = False
         self._wrap_all()
-        self._hooks = [
-            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            model.register_forward_hook(self._after_forward, with_kwargs=True),
-        ]
+        self._forward = ForwardView(self, processor, model, self._first_block)
 
     def enter(self, request: RequestSpec) -> None:
         """A request is about to be handed to the engine, perhaps by another thread than its own."""
@@ -143,8 +122,12 @@ class BatchObserver:
 
     def detach(self) -> None:
         """Leave the model alone; it is used by the next session."""
-        for hook in self._hooks:
-            hook.remove()
+        self._forward.detach()
+
+    def hand_over(self) -> None:
+        """A step is about to be launched, which may kill this process."""
+        if self.sink is not None:
+            self.sink(self.take_events())
 
     def end_step(self) -> None:
         """The step is over."""
@@ -487,7 +470,7 @@ class BatchObserver:
             for token_id, logprob in zip(output.generated_tokens, output.logprobs, strict=False)
         ]
         if wanted > 1:
-            best = self._best.get(output.request_id, [])
+            best = self._forward.best.get(output.request_id, [])
             own = [seen | entry for seen, entry in zip(best, own, strict=False)]
         return own
 
@@ -501,92 +484,6 @@ class BatchObserver:
             self.aborted.setdefault(request, []).append(state.to_generation_output())
         return states
 
-    # Worker -------------------------------------------------------------------------------------
-
-    def _before_forward(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if kwargs.get("cache") is not self._processor.cache:
-            return  # a plain forward pass, to score
-        self.emit(record.StepLaunched(step=self.step))
-        (layer_type,) = kwargs["cu_seq_lens_k"]
-        ends = kwargs["cu_seq_lens_q"].tolist()
-        read_ends = kwargs["cu_seq_lens_k"][layer_type].tolist()
-        token_ids = kwargs["input_ids"][0].tolist()
-        positions = kwargs["position_ids"][0].tolist()
-        written = kwargs["write_index"][0].tolist()
-        read = kwargs["read_index"][0].tolist()
-        batch = self._processor.inputs_and_outputs.requests_in_batch
-        for index, future in enumerate(batch):
-            row = slice(ends[index], ends[index + 1])
-            slots = [self._slot(place) for place in written[row]]
-            # With nothing in the cache to read, attention sees the tokens of this step alone.
-            span = slice(read_ends[index], read_ends[index + 1])
-            seen = [self._slot(place) for place in read[span]] if read else slots
-            self._emit_row(future.state.request_id, positions[row], token_ids[row], slots, seen)
-        if self.sink is not None:
-            self.sink(self.take_events())
-
-    def _after_forward(
-        self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
-    ) -> None:
-        if kwargs.get("cache") is not self._processor.cache:
-            return
-        self.emit(record.StepDone(step=self.step))
-        logits = output.logits[0]
-        if "logits_to_keep" not in kwargs:
-            logits = logits[kwargs["logits_indices"]]
-        batch = self._processor.inputs_and_outputs.requests_in_batch
-        chosen = [future.state.request_id for future in batch if future.has_new_token]
-        for engine_id, row in zip(chosen, logits, strict=False):
-            spec = self.requests[sequence_name(engine_id).rpartition(".")[0]]
-            if (spec.sampling.logprobs or 0) > 1:
-                top = row.float().log_softmax(-1).topk(spec.sampling.logprobs)
-                entry = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-                self._best.setdefault(engine_id, []).append(entry)
-
-    def _slot(self, place: int) -> int:
-        """A row of the cache tensor as block * block size + offset."""
-        stride: int = self._allocator.block_physical_stride
-        block, offset = divmod(place, stride)
-        if offset >= self._page:
-            raise UnreadableIndexError(f"cache index {place} is no key of a layer's first page")
-        return (block - self._first_block) * self._page + offset
-
-    def _emit_row(
-        self,
-        engine_id: str,
-        positions: list[int],
-        token_ids: list[int],
-        written: list[int],
-        seen: list[int],
-    ) -> None:
-        seq = sequence_name(engine_id)
-        start = positions[0] if positions else len(seen)
-        if positions != list(range(start, start + len(positions))):
-            raise UnreadableIndexError(f"{seq}: positions {positions} are not consecutive")
-        table = [slot // self._page for slot in seen[:: self._page]]
-        for position, slot in enumerate(seen):
-            block, offset = divmod(position, self._page)
-            if slot != table[block] * self._page + offset:
-                raise UnreadableIndexError(
-                    f"{seq}: position {position} is read from slot {slot}, which fits no table"
-                )
-        before = self._tables.get(seq, [])
-        self._tables[seq] = table
-        keep = _common_length(before, table)
-        self.emit(
-            record.Computed(
-                step=self.step,
-                rank=0,
-                seq=seq,
-                start=start,
-                token_ids=token_ids,
-                written_slots=written,
-                table_keep=keep,
-                table_new=table[keep:],
-                read_len=len(seen),
-            )
-        )
-
 
 def _free_blocks(pool: Any, per_sector: int) -> list[int]:
     """Blocks of a pool that nobody has: of free sectors, and free ones of others."""
@@ -597,27 +494,6 @@ def _free_blocks(pool: Any, per_sector: int) -> list[int]:
     return [block for blocks in (*sectors, *single) for block in blocks]
 
 
-def finish_reason(output: Any, spec: RequestSpec) -> str:
-    """Why an output ended; the engine does not say."""
-    if output.error is not None:
-        return "error"
-    stopped = output.generated_tokens[-1:] and output.generated_tokens[-1] in stop_ids(spec)
-    return "stop" if stopped else "length"
-
-
-def stop_ids(spec: RequestSpec) -> list[int]:
-    """Token ids that end a request."""
-    return list(spec.sampling.stop_token_ids)
-
-
 def _requests(engine_ids_: Any) -> list[str]:
     """Requests of a queue, each once: the engine queues every output for itself."""
     return list(dict.fromkeys(sequence_name(key).rpartition(".")[0] for key in engine_ids_))
-
-
-def _common_length(before: list[int], after: list[int]) -> int:
-    """How many leading entries two tables share."""
-    for index, (old, new) in enumerate(zip(before, after, strict=False)):
-        if old != new:
-            return index
-    return min(len(before), len(after))

@@ -15,7 +15,8 @@ import msgspec
 import psutil
 import pytest
 
-from preempt_harness.adapters.openai_http import OpenAIHttpAdapter, count_of
+from preempt_harness.adapters.openai_answers import count_of
+from preempt_harness.adapters.openai_http import OpenAIHttpAdapter
 from preempt_harness.adapters.openai_server import ServerProcess, ServerStartError
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.result import TrialResult

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import preempt_harness.suite
-from preempt_harness.adapters.transformers_cb import (
+from preempt_harness.adapters.transformers_cb import TransformersAdapter
+from preempt_harness.adapters.transformers_cb_threaded import (
     ThreadedTransformersAdapter,
     ThreadedTransformersSession,
-    TransformersAdapter,
 )
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.record import BlocksReplaced, Computed, Forked
