@@ -109,7 +109,7 @@ def test_every_few_steps(preempt: PreemptHarness) -> None:
 
 
 # A victim of 8 blocks arrives at step 3 and computes 2 blocks a step, beside three that decode.
-VICTIM_STEPS = {"prefill_first": 4, "prefill_middle": 5, "prefill_last": 7, "first_decode": 8}
+VICTIM_STEPS = {"prefill_first": 4, "prefill_middle": 5, "prefill_last": 6, "first_decode": 7}
 
 
 @CACHE
