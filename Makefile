@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test lint format demo demo-smollm2 smollm2 fuzz mutate bench peers clean
+.PHONY: test lint format demo demo-smollm2 smollm2 fuzz mutate bench peers peers-transformers-cb peers-llama-cpp clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +34,20 @@ demo-smollm2: smollm2
 
 demo: $(STAMP)
 	$(BIN)/python -m pytest -p preempt_harness --pyargs preempt_harness.suite -v
+
+# Whole engines of other people; docs/adapters says what to expect.
+peers: peers-transformers-cb peers-llama-cpp
+
+peers-transformers-cb: $(STAMP)
+	$(BIN)/python -m pytest -q -p preempt_harness --pyargs preempt_harness.suite --preempt-engine transformers-cb
+
+.venv-peers-llama-cpp/.installed: peers/llama-cpp.sh
+	$(PYTHON) -m venv .venv-peers-llama-cpp
+	sh peers/llama-cpp.sh .venv-peers-llama-cpp/bin/python
+	touch $@
+
+peers-llama-cpp: $(STAMP) .venv-peers-llama-cpp/.installed
+	sh peers/run-llama-cpp.sh $(BIN)/python .venv-peers-llama-cpp/bin/python
 
 fuzz: $(STAMP)
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -n 2 -m "not gpu"

@@ -89,6 +89,8 @@ class RequestViews:
         self._view(event.request).num_prompt_tokens = len(event.prompt_token_ids)
 
     def _resumed(self, event: Resumed) -> None:
+        if _of_another_branch(event):
+            return
         view = self._view(event.request)
         view.status = "running"
         view.num_resumes += 1
@@ -130,6 +132,8 @@ class RequestViews:
             view.status = "running"  # its tokens are all that tells
 
     def _preempted(self, event: Preempted) -> None:
+        if _of_another_branch(event):
+            return
         view = self._view(event.request)
         view.status = "waiting"
         view.num_preemptions += 1
@@ -137,3 +141,8 @@ class RequestViews:
             view.num_chunks = 0
             view.num_computed_tokens = 0
             self._ends.pop(event.request, None)
+
+
+def _of_another_branch(event: Preempted | Resumed) -> bool:
+    """Whether it concerns one branch alone, which is not the first."""
+    return bool(event.seq) and not event.seq.endswith(".0")

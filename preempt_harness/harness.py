@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from preempt_harness.adapters import protocol
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, Session
 from preempt_harness.baseline import BaselineKind, BaselineStore, output_lengths, roomy_settings
 from preempt_harness.budget import KVBudget
@@ -24,7 +25,7 @@ from preempt_harness.prompts import PromptSource
 from preempt_harness.record import TrialRecord
 from preempt_harness.result import TrialResult
 from preempt_harness.tolerances import ToleranceTable, shipped
-from preempt_harness.trial import Trial, run_trial
+from preempt_harness.trial import Trial, UnsupportedTrialError, run_trial
 from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
 
 _SETTING_NAMES = frozenset(EngineSettings.__struct_fields__)
@@ -185,6 +186,8 @@ class PreemptHarness:
             UnsupportedTrialError: the engine cannot do what the trial needs.
             BaselineError: a request cannot give the same output alone.
         """
+        if expect_preemption:
+            self._require_preempting_engine()
         plan = self.plan(plan) if isinstance(plan, str) else plan or PreemptionPlan()
         if budget is None:
             budget = "roomy" if plan else "tight"
@@ -211,6 +214,13 @@ class PreemptHarness:
         )
         self.results.append(result)
         return result
+
+    def _require_preempting_engine(self) -> None:
+        if not {protocol.RECOMPUTE, protocol.SWAP} & self.adapter.capabilities:
+            raise UnsupportedTrialError(
+                f"Engine {self.adapter.name!r} never preempts.",
+                "Say expect_preemption=False if the trial says something without one.",
+            )
 
     def explore(
         self,

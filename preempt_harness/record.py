@@ -75,6 +75,17 @@ class BlocksAllocated(Event, frozen=True):
     num_cached: int = 0
 
 
+class BlocksReplaced(Event, frozen=True):
+    """Entries of a sequence's table now name other blocks, which hold the same tokens already.
+
+    One reference to each old block is given up, and one to each new one taken.
+    """
+
+    seq: str
+    indices: list[int]
+    blocks: list[int]
+
+
 class BlocksFreed(Event, frozen=True):
     """A sequence gave up one reference to each of these blocks."""
 
@@ -120,7 +131,8 @@ class Preempted(Event, frozen=True):
     """A request that held blocks lost them before it finished.
 
     `mode` is "recompute" or "swap"; `phase` one of `PHASES`; `reason` "out_of_blocks", "priority"
-    (for a more urgent request) or "forced" (or what a foreign engine says).
+    (for a more urgent request) or "forced" (or what a foreign engine says). `seq` is the one branch
+    that lost its blocks, where an engine preempts branches one by one; "" means all of them.
     """
 
     request: str
@@ -129,13 +141,18 @@ class Preempted(Event, frozen=True):
     reason: str
     num_computed_tokens: int
     num_tokens: int
+    seq: str = ""
 
 
 class Resumed(Event, frozen=True):
-    """A preempted request runs again, `num_cached_tokens` of it found in the prefix cache."""
+    """A preempted request runs again, `num_cached_tokens` of it found in the prefix cache.
+
+    `seq` as in `Preempted`.
+    """
 
     request: str
     num_cached_tokens: int
+    seq: str = ""
 
 
 class Finished(Event, frozen=True):
@@ -298,6 +315,7 @@ AnyEvent = (
     | CacheReset
     | Scheduled
     | BlocksAllocated
+    | BlocksReplaced
     | BlocksFreed
     | BlocksCopied
     | Forked

@@ -161,6 +161,8 @@ class TrialResult:
             lines += self._failure_lines()
             if self.verdict is Verdict.INVALID_BASELINE and self.record.baseline is not None:
                 lines += self.record.baseline.problems[:_MAX_FINDINGS]
+            if self.verdict in (Verdict.HANG, Verdict.ERROR):
+                lines += self._finding_lines()
             raise PreemptionAssertionError(self._text(str(self.verdict), *lines))
 
     def assert_clean(self, *, require: Iterable[str] = ()) -> None:

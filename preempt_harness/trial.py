@@ -6,6 +6,7 @@ a hang and a refusal all end in the record, for the checks to see.
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -117,28 +118,29 @@ class _Run:
         self._views = RequestViews()
         self._plan_runner = PlanRunner(plan, block_size=session.info.block_size)
         self._num_submitted = 0
+        self._is_stepped = protocol.STEPPED in adapter.capabilities
+        self._heard_at = time.monotonic()
         self._max_polls = poll_bound(trial.workload, plan)
 
     def loop(self) -> None:
         """Poll until every request has ended, or until no clean engine would still be busy."""
         requests = sorted(self._trial.workload.requests, key=lambda item: item.arrival_step)
         while self._num_submitted < len(requests) or self._session.unfinished():
-            if self.step >= self._max_polls:
-                self.events.append(
-                    record.EngineError(
-                        step=self.step,
-                        kind="hang",
-                        message=f"requests are unfinished after {self.step} polls, more than "
-                        f"this workload and plan can need",
-                    )
-                )
+            why = self._why_hung()
+            if why:
+                self.events.append(record.EngineError(step=self.step, kind="hang", message=why))
                 return
+            until = self.step
+            if not self._is_stepped and not self._session.unfinished():
+                # Only steps pass by themselves; from this engine nothing would ever come.
+                until = max(until, requests[self._num_submitted].arrival_step)
             while (
                 self._num_submitted < len(requests)
-                and requests[self._num_submitted].arrival_step <= self.step
+                and requests[self._num_submitted].arrival_step <= until
             ):
                 self._session.submit(requests[self._num_submitted])
                 self._num_submitted += 1
+                self._heard_at = time.monotonic()
             for operation in self._trial.workload.operations:
                 if operation.step == self.step:
                     self._operate(operation)
@@ -148,6 +150,18 @@ class _Run:
             self.step += 1
         self._carry_out(self._plan_runner.finish(self.step, self._views.views))
         self.events += self._plan_runner.take_reports()
+
+    def _why_hung(self) -> str:
+        """Why the engine counts as hung, "" while it does not."""
+        if self.step >= self._max_polls:
+            return (
+                f"requests are unfinished after {self.step} polls, more than this workload and "
+                f"plan can need"
+            )
+        silence_s = time.monotonic() - self._heard_at
+        if not self._is_stepped and silence_s >= self._poll_timeout_s:
+            return f"requests are unfinished, and nothing has come for {self._poll_timeout_s:g} s"
+        return ""
 
     def header(self) -> Header:
         """What was run, as the session describes itself."""
@@ -171,6 +185,8 @@ class _Run:
         )
 
     def _take(self, events: Sequence[AnyEvent]) -> None:
+        if events:
+            self._heard_at = time.monotonic()
         self.events += events
         if not self._plan_runner.is_over:
             self._views.apply(events)

@@ -18,6 +18,11 @@ DEFAULT_ADAPTER = "embedded"
 _SHIPPED = {
     "embedded": "preempt_harness.adapters.embedded:EmbeddedAdapter",
     "nano-vllm-scheduler": "preempt_harness.adapters.nano_vllm_scheduler:NanoVllmSchedulerAdapter",
+    "openai-http": "preempt_harness.adapters.openai_http:OpenAIHttpAdapter",
+    "transformers-cb": "preempt_harness.adapters.transformers_cb:TransformersAdapter",
+    "transformers-cb-threaded": (
+        "preempt_harness.adapters.transformers_cb_threaded:ThreadedTransformersAdapter"
+    ),
     "vllm-scheduler": "preempt_harness.adapters.vllm_scheduler:VllmSchedulerAdapter",
     "vllm-scheduler-async": "preempt_harness.adapters.vllm_scheduler:AsyncVllmSchedulerAdapter",
 }

@@ -12,6 +12,7 @@ from preempt_harness.record import (
     Arrived,
     BlocksAllocated,
     BlocksFreed,
+    BlocksReplaced,
     EngineError,
     Finished,
     Forked,
@@ -19,7 +20,8 @@ from preempt_harness.record import (
     PoolState,
 )
 
-_TABLE_EVENTS = (BlocksAllocated, BlocksFreed, Forked)
+_TABLE_EVENTS = (BlocksAllocated, BlocksFreed, BlocksReplaced, Forked)
+_TableEvent = BlocksAllocated | BlocksFreed | BlocksReplaced | Forked
 _QUEUE_EVENTS = (Arrived, Finished, Aborted)
 
 
@@ -92,11 +94,13 @@ def _sees_tables(trace: Trace) -> bool:
     return trace.sees("BlocksAllocated", "BlocksFreed")
 
 
-def _follow(tables: SchedulerTables, event: BlocksAllocated | BlocksFreed | Forked) -> None:
+def _follow(tables: SchedulerTables, event: _TableEvent) -> None:
     if isinstance(event, BlocksAllocated):
         tables.allocate(event)
     elif isinstance(event, BlocksFreed):
         tables.free(event)
+    elif isinstance(event, BlocksReplaced):
+        tables.replace(event)
     else:
         tables.fork(event)
 
@@ -120,7 +124,7 @@ class _Announced:
         self.ref_counts = [0] * num_blocks
         self._num_outside = 0  # references to blocks that the pool does not have
 
-    def follow(self, event: BlocksAllocated | BlocksFreed | Forked) -> None:
+    def follow(self, event: _TableEvent) -> None:
         """Take in what was announced."""
         if isinstance(event, BlocksAllocated):
             self.tables.allocate(event)
@@ -128,6 +132,9 @@ class _Announced:
         elif isinstance(event, BlocksFreed):
             self._refer(event.blocks, -1)
             self._refer(self.tables.free(event), 1)  # nothing was held of these
+        elif isinstance(event, BlocksReplaced):
+            self._refer(self.tables.replace(event), -1)
+            self._refer(event.blocks, 1)
         else:
             self.tables.fork(event)
             parent = self.tables.leases.get(event.parent)

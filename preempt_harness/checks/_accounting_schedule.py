@@ -18,6 +18,7 @@ from preempt_harness.record import (
     Arrived,
     BlocksAllocated,
     BlocksFreed,
+    BlocksReplaced,
     Finished,
     Forked,
     Preempted,
@@ -45,6 +46,7 @@ _OF_PREEMPTIONS = (
     Arrived,
     BlocksAllocated,
     BlocksFreed,
+    BlocksReplaced,
     Forked,
     TokensChosen,
     Preempted,
@@ -87,8 +89,10 @@ class _Preemptions:
             self._tables.allocate(event)
         elif isinstance(event, BlocksFreed):
             self._tables.free(event)
-            if request_of(event.seq) not in self._away:
+            if self._away_since(event.seq) is None:
                 self._freed_in[request_of(event.seq)] = event.step
+        elif isinstance(event, BlocksReplaced):
+            self._tables.replace(event)
         elif isinstance(event, Forked):
             self._tables.fork(event)
             self._branched.add(request_of(event.parent))
@@ -99,7 +103,7 @@ class _Preemptions:
         elif isinstance(event, Preempted):
             self._preempt(event)
         elif isinstance(event, Resumed | Finished | Aborted):
-            self._away.pop(event.request, None)
+            self._come_back(event)
             if event.request in self._swapped:  # what was computed comes back with its blocks
                 self._swapped.discard(event.request)
                 self._kept.add(event.request)
@@ -108,7 +112,7 @@ class _Preemptions:
 
     def _schedule(self, rows: ScheduledRows) -> None:
         requests = self._requests[rows.seqs]
-        self._scheduled_in.update(dict.fromkeys(requests, rows.step))
+        self._scheduled_in.update(dict.fromkeys((*requests, *rows.seqs), rows.step))
         ends = self._in_flight.setdefault(rows.step, {})
         computed = self._computed
         for seq, start, end in zip(rows.seqs, rows.starts, rows.ends, strict=True):
@@ -119,10 +123,21 @@ class _Preemptions:
                 computed[seq] |= ends[seq]
             else:
                 computed[seq] = set(ends[seq])
-        if not self._away.keys().isdisjoint(requests):
-            for request in dict.fromkeys(map(request_of, rows.seqs)):
-                if request in self._away:
-                    self._report_scheduled(rows.step, request, self._away[request])
+        if not self._away.keys().isdisjoint((*requests, *rows.seqs)):
+            for seq in rows.seqs:
+                preempted = self._away_since(seq)
+                if preempted is not None:
+                    self._report_scheduled(rows.step, request_of(seq), preempted)
+
+    def _away_since(self, seq: str) -> int | None:
+        """The step in which the sequence, alone or with its request, was preempted."""
+        return self._away.get(seq, self._away.get(request_of(seq)))
+
+    def _come_back(self, event: Resumed | Finished | Aborted) -> None:
+        one = event.seq if isinstance(event, Resumed) else ""
+        for name in [one] if one else list(self._away):
+            if one or event.request in (name, request_of(name)):
+                self._away.pop(name, None)
 
     def _report_scheduled(self, step: int, request: str, preempted: int) -> None:
         self.listing.report(
@@ -136,7 +151,8 @@ class _Preemptions:
     def _preempt(self, event: Preempted) -> None:
         self.listing.count("preemptions judged")
         request = event.request
-        held = any(request_of(seq) == request for seq in self._tables.leases)
+        unit = event.seq or request
+        held = any(unit in (seq, request_of(seq)) for seq in self._tables.leases)
         if event.mode == "swap":
             self._swapped.add(request)
         elif request in self._swapped:  # what it has in host blocks can be taken away too
@@ -147,13 +163,14 @@ class _Preemptions:
                 Code.ACC_PREEMPTED_EMPTY,
                 event.step,
                 "it is preempted although it holds no blocks"
-                + (", being preempted already" if request in self._away else ""),
+                + (", being preempted already" if unit in self._away else ""),
                 request=request,
             )
-        if self._scheduled_in.get(request) == event.step:
+        if self._scheduled_in.get(unit) == event.step:
             self._report_scheduled(event.step, request, event.step)
-        self._away[request] = event.step
-        if request not in self._branched:  # of several branches the event's figures are nobody's
+        self._away[unit] = event.step
+        first = event.seq in ("", f"{request}.0")
+        if request not in self._branched and first:  # of several branches they are nobody's
             self._judge_figures(event)
 
     def _judge_figures(self, event: Preempted) -> None:
@@ -183,7 +200,7 @@ class _Preemptions:
         if not self._away:
             return
         for seq, lease in self._tables.leases.items():
-            preempted = self._away.get(request_of(seq))
+            preempted = self._away_since(seq)
             if preempted is not None:
                 self.listing.report(
                     Code.ACC_PREEMPTED_KEEPS,

@@ -16,6 +16,7 @@ from preempt_harness.record import (
     BlocksAllocated,
     BlocksCopied,
     BlocksFreed,
+    BlocksReplaced,
     Computed,
     Forked,
     StepDone,
@@ -121,6 +122,9 @@ def _judge_copies(number: int, rank: int, step: _Step, listing: Listing) -> None
         )
 
 
+_TABLE_EVENTS = (BlocksAllocated, BlocksFreed, BlocksReplaced, Forked)
+
+
 def check_worker_tables(trace: Trace) -> CheckResult:
     """The table a worker reads through is the scheduler's, entry by entry, as far as it is used.
 
@@ -129,7 +133,7 @@ def check_worker_tables(trace: Trace) -> CheckResult:
     listing = Listing()
     tables = SchedulerTables()
     workers: dict[int, dict[str, _WorkerTable]] = {}
-    for event in trace.of(ComputedRows, ScheduledRows, BlocksAllocated, BlocksFreed, Forked):
+    for event in trace.of(ComputedRows, ScheduledRows, *_TABLE_EVENTS):
         if isinstance(event, ComputedRows):
             workers_of_rank = workers.setdefault(event.rank, {})
             _judge_tables(event, workers_of_rank, tables, trace.header.block_size, listing)
@@ -139,6 +143,8 @@ def check_worker_tables(trace: Trace) -> CheckResult:
             tables.allocate(event)
         elif isinstance(event, BlocksFreed):
             tables.free(event)
+        elif isinstance(event, BlocksReplaced):
+            tables.replace(event)
         else:
             tables.fork(event)
     return listing.result("accounting", "worker tables")

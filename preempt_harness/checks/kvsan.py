@@ -39,6 +39,7 @@ from preempt_harness.record import (
     BlocksAllocated,
     BlocksFreed,
     BlocksPoisoned,
+    BlocksReplaced,
     Computed,
     EngineError,
     Event,
@@ -120,6 +121,7 @@ class KVSan:
         if self._tables is not None:
             self._handlers[ScheduledRows] = self._tables.schedule
             self._handlers[BlocksAllocated] = self._allocated
+            self._handlers[BlocksReplaced] = self._replaced
             self._handlers[BlocksFreed] = self._freed
 
     @property
@@ -263,7 +265,7 @@ class KVSan:
             self._swapped.add(event.request)
         else:  # perhaps its host blocks
             self._swapped.discard(event.request)
-        for seq in self._branches.get(event.request, ()):
+        for seq in [event.seq] if event.seq else self._branches.get(event.request, ()):
             self._lose_blocks(seq)
 
     def _resumed(self, event: Resumed) -> None:
@@ -325,6 +327,10 @@ class KVSan:
             )
         if event.seq not in self._tables.leases:
             self._lose_blocks(event.seq)
+
+    def _replaced(self, event: BlocksReplaced) -> None:
+        assert self._tables is not None
+        self._tables.replace(event)
 
     def _lose_blocks(self, seq: str) -> None:
         keeps_contents = request_of(seq) in self._swapped

@@ -63,25 +63,36 @@ class StepBounds:
 
 
 def step_bounds(record: TrialRecord) -> StepBounds:
-    """Bounds by formula over the planned work of a record."""
+    """Bounds by formula over the planned work of a record.
+
+    Where an engine schedules each branch for itself, each counts like a request.
+    """
     return _bounds(Trace(record))
 
 
 def _bounds(trace: Trace) -> StepBounds:
-    specs = trace.specs
+    specs = list(trace.specs.values())
     budget = trace.header.config.get("max_num_batched_tokens")
     chunk = budget if isinstance(budget, int) else 1
+    one_by_one = bool(trace.header.config.get("branches_one_by_one"))
+    units = [
+        (spec, 1 if one_by_one else spec.sampling.num_sequences)
+        for spec in specs
+        for _ in range(spec.sampling.num_sequences if one_by_one else 1)
+    ]
     times = [
         num_blocks_for(spec.num_prompt_tokens + spec.sampling.max_tokens, chunk)
-        for spec in specs.values()
+        for spec, _ in units
     ]
+    places = trace.header.config.get("max_num_seqs")
+    at_once = min(chunk, places) if isinstance(places, int) else chunk
     # Steps under way at a preemption are for nothing, and those behind it wait for blocks.
     spare = _SPARE + 2 * steps_ahead(trace.header)
     work = sum(times) + sum(
-        spec.sampling.max_tokens * num_blocks_for(spec.sampling.num_sequences, chunk) + spare
-        for spec in specs.values()
+        spec.sampling.max_tokens * num_blocks_for(together, at_once) + spare
+        for spec, together in units
     )
-    last_arrival = max((spec.arrival_step for spec in specs.values()), default=0)
+    last_arrival = max((spec.arrival_step for spec in specs), default=0)
     preemptions = trace.of(Preempted)
     if _mixes(trace.header):
         preemptions = [event for event in preemptions if event.reason == "forced"]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from preempt_harness.checks.trace import ScheduledRows
-from preempt_harness.record import BlocksAllocated, BlocksFreed, Forked
+from preempt_harness.record import BlocksAllocated, BlocksFreed, BlocksReplaced, Forked
 
 SHARED = -1
 """In `Lease.born`: the sequence did not get the block fresh, it shares somebody's content."""
@@ -109,6 +109,29 @@ class SchedulerTables:
             if any(event.seq in seqs and event.seq in leases for seqs, leases in step):
                 step.append(((event.seq,), self.leases))  # a block replaced in its step
         return foreign
+
+    def replace(self, event: BlocksReplaced) -> list[int]:
+        """Entries name other blocks, which somebody else filled.
+
+        Returns:
+            Blocks that they named before.
+        """
+        lease = self.leases.get(event.seq)
+        if lease is None:
+            return []
+        blocks, born = list(lease.blocks), dict(lease.born)
+        replaced = []
+        for index, block in zip(event.indices, event.blocks, strict=True):
+            old, blocks[index] = blocks[index], block
+            replaced.append(old)
+            born.pop(old, None)
+            born[block] = SHARED
+            self.refs[block] = self.refs.get(block, 0) + 1
+            self.num_references += 1
+            self._drop(old)
+        changed = Lease(lease.seq, lease.step, blocks, born, lease.num_cached)
+        self.leases = {**self.leases, event.seq: changed}
+        return replaced
 
     def fork(self, event: Forked) -> None:
         """The child shares the parent's blocks; from now on neither may write to them."""

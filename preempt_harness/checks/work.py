@@ -30,6 +30,7 @@ from preempt_harness.record import (
     BlocksCopied,
     BlocksFreed,
     BlocksPoisoned,
+    BlocksReplaced,
     Forked,
     PlanApplied,
     Preempted,
@@ -184,7 +185,14 @@ def check_vain(trace: Trace) -> CheckResult:
     swapping: set[int] = set()
     num_drafts = trace.header.config.get("num_speculative_tokens", 0)
     for event in trace.of(
-        BlocksAllocated, BlocksFreed, Forked, SwappedOut, Aborted, PlanApplied, Preempted
+        BlocksAllocated,
+        BlocksFreed,
+        BlocksReplaced,
+        Forked,
+        SwappedOut,
+        Aborted,
+        PlanApplied,
+        Preempted,
     ):
         if isinstance(event, BlocksAllocated):
             tables.allocate(event)
@@ -207,6 +215,8 @@ def check_vain(trace: Trace) -> CheckResult:
             taking.victims[event.request] = branches > 1 or wanted > room
         elif isinstance(event, BlocksFreed):
             tables.free(event)
+        elif isinstance(event, BlocksReplaced):
+            tables.replace(event)
         elif isinstance(event, Forked):
             tables.fork(event)
     for step, taking in steps.items():

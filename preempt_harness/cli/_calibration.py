@@ -61,10 +61,14 @@ class Margins(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """All positions, and versions of the libraries that computed them."""
+    """All positions, versions of the libraries that computed them, and what they ran on.
+
+    `placement` is "dtype" and "device" as the sessions say: by these a tolerance is found again.
+    """
 
     margins: list[Margins]
     versions: dict[str, str]
+    placement: dict[str, str]
 
 
 class Mix(NamedTuple):
@@ -107,13 +111,14 @@ def measure(
         )
     per_batch = len(_PROMPT_TOKENS) * _MAX_TOKENS
     batches = _batches(adapter, settings, math.ceil(num_positions / per_batch))
-    found = Measurement([], {})
+    found = Measurement([], {}, {})
     for index, mix in enumerate(RUN_MIXES):
         own = batches[index :: len(RUN_MIXES)]
         if own:
             with _opened(adapter, _with(settings, mix, adapter), own, open_session) as session:
                 results = _decode(session, own)
                 found.versions.update(session.info.versions)
+                found.placement.update(_placement(session))
             found.margins.extend(_compare(adapter, settings, own, results, open_session))
     return found
 
@@ -205,6 +210,11 @@ def _with(settings: EngineSettings, mix: Mix, adapter: EngineAdapter) -> EngineS
         enable_prefix_caching=False,
         deterministic=False,
     )
+
+
+def _placement(session: Session) -> dict[str, str]:
+    config = session.info.config
+    return {name: str(config[name]) for name in ("dtype", "device") if name in config}
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import msgspec
+
 from preempt_harness import tolerances
 from preempt_harness.adapters.protocol import EngineSettings
 from preempt_harness.cli._calibration import (
@@ -15,7 +17,7 @@ from preempt_harness.cli._calibration import (
 from preempt_harness.cli._engines import ISOLATIONS, session_opener, usable_adapter
 from preempt_harness.tolerances import Calibration, ToleranceTable
 
-_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16", "auto")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +59,13 @@ def run(arguments: argparse.Namespace) -> int:
     )
     with session_opener(adapter, arguments.isolation) as open_session:
         measurement = measure(adapter, settings, arguments.positions, open_session)
+    became = {"dtype": arguments.dtype, "device": arguments.device, **measurement.placement}
     calibration = calibration_of(
-        measurement, arguments.quantile, settings, adapter.name, arguments.device
+        measurement,
+        arguments.quantile,
+        msgspec.structs.replace(settings, dtype=became["dtype"]),
+        adapter.name,
+        became["device"],
     )
     _print(calibration)
     if arguments.output is not None:

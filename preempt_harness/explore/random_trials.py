@@ -277,7 +277,7 @@ def random_features(source: random.Random, adapter: EngineAdapter) -> list[str]:
         "operations": {protocol.ABORT, protocol.RESET_PREFIX_CACHE},
         "stops": {protocol.STOP_TOKENS, protocol.MIN_TOKENS},
         "logprobs": {protocol.LOGPROBS},
-        "outputs": {protocol.PARALLEL_SAMPLING},
+        "outputs": {protocol.PARALLEL_SAMPLING, protocol.SAMPLING},
         "beams": {protocol.BEAM_SEARCH},
         "penalties": {protocol.PENALTIES, protocol.LOGIT_BIAS},
         "processors": {protocol.LOGITS_PROCESSORS},

@@ -39,6 +39,19 @@ def request(
     )
 
 
+def require_mode(preempt: PreemptHarness, mode: str) -> None:
+    """Skip where the engine does not preempt in this way."""
+    if mode not in preempt.adapter.capabilities:
+        pytest.skip(f"engine {preempt.adapter.name} lacks {mode}")
+
+
+def drawn(preempt: PreemptHarness, seed: int) -> dict[str, Any]:
+    """Parameters by which branches differ; where the engine cannot sample, all are the same."""
+    if "sampling" not in preempt.adapter.capabilities:
+        return {}
+    return {"temperature": 1.0, "seed": seed}
+
+
 def chunks(preempt: PreemptHarness, num_tokens: int) -> dict[str, Any]:
     """Settings with which a step computes so many tokens; none where prompts are never cut."""
     if protocol.CHUNKED_PREFILL not in preempt.adapter.capabilities:

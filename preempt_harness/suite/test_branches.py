@@ -6,19 +6,20 @@ import pytest
 
 from preempt_harness.adapters.protocol import DerivesBranches
 from preempt_harness.harness import PreemptHarness
-from preempt_harness.suite.shapes import block_size, companions, request, together
+from preempt_harness.suite.shapes import (
+    block_size,
+    companions,
+    drawn,
+    request,
+    require_mode,
+    together,
+)
 from preempt_harness.workload import BeamSpec
 
 PARALLEL = pytest.mark.preempt_requires("parallel_sampling", "preempt", "stepped")
 BEAMS = pytest.mark.preempt_requires("beam_search", "preempt", "stepped")
 MODES = pytest.mark.parametrize("mode", ["recompute", "swap"])
 OFFSETS = pytest.mark.parametrize("offset", [-1, 0, 1], ids=["minus-1", "exact", "plus-1"])
-
-
-def require_mode(preempt: PreemptHarness, mode: str) -> None:
-    """Skip where the engine does not preempt in this way."""
-    if mode not in preempt.adapter.capabilities:
-        pytest.skip(f"engine {preempt.adapter.name} lacks {mode}")
 
 
 @PARALLEL
@@ -32,7 +33,7 @@ def test_outputs_that_share_a_prompt(
     require_mode(preempt, mode)
     block = block_size(preempt)
     workload = together(
-        request(preempt, "victim", 2 * block + offset, 3 * block, n=n, temperature=1.0, seed=n + 1),
+        request(preempt, "victim", 2 * block + offset, 3 * block, n=n, **drawn(preempt, n + 1)),
         companions(preempt, block),
     )
     result = preempt.run(
@@ -83,8 +84,7 @@ def test_outputs_of_unequal_length(preempt: PreemptHarness, mode: str) -> None:
             2 * block + 1,
             6 * block,
             n=3,
-            temperature=1.0,
-            seed=5,
+            **drawn(preempt, 5),
             stop_token_ids=stops,
             min_tokens=2,
         ),
@@ -109,7 +109,7 @@ def test_several_requests_of_several_outputs_in_a_small_pool(
     block = block_size(preempt)
     workload = together(
         [
-            request(preempt, f"r{i}", block + i, 4 * block, n=2, temperature=1.0, seed=i)
+            request(preempt, f"r{i}", block + i, 4 * block, n=2, **drawn(preempt, i))
             for i in range(3)
         ]
     )

@@ -58,6 +58,7 @@ def test_unequal_lengths_do_not_preempt_each_other_for_ever(preempt: PreemptHarn
     result.assert_clean()
 
 
+@pytest.mark.preempt_requires("stepped")
 def test_late_arrivals(preempt: PreemptHarness) -> None:
     block = block_size(preempt)
     workload = together(

@@ -6,7 +6,7 @@ import pytest
 
 from preempt_harness.adapters.protocol import BLOCK_REUSE_ORDER
 from preempt_harness.harness import PreemptHarness
-from preempt_harness.suite.shapes import block_size, request, together
+from preempt_harness.suite.shapes import block_size, request, require_mode, together
 from preempt_harness.suite.test_phases import PHASES
 
 CACHE = pytest.mark.parametrize("prefix_caching", [True, False], ids=["cache", "no-cache"])
@@ -227,7 +227,7 @@ def test_identical_prompts(preempt: PreemptHarness) -> None:
     result.assert_clean()
 
 
-@pytest.mark.preempt_requires("prefix_caching")
+@pytest.mark.preempt_requires("prefix_caching", "stepped")
 def test_evicted_and_asked_for_again(preempt: PreemptHarness) -> None:
     """A prefix is evicted by others and comes again: its old entry must lead nowhere."""
     block = block_size(preempt)
@@ -279,5 +279,43 @@ def test_aborted_in_the_middle_of_its_prefill(preempt: PreemptHarness) -> None:
         max_num_batched_tokens=block + 1,
     )
     result.assert_preempted(request="other")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("abort", "preempt", "stepped")
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_survivors_cancelled_after_a_preemption(preempt: PreemptHarness, mode: str) -> None:
+    """The waiting request must come back although those that ran never finish by themselves."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "victim", 3 * block, 3 * block),
+        request(preempt, "r1", 2 * block, 9 * block),
+        request(preempt, "r2", 2 * block, 9 * block),
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt:victim@step=4:{mode}/abort:r1@step=6/abort:r2@step=6",
+        block_size=block,
+    )
+    result.assert_preempted(request="victim", mode=mode)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("abort", "stepped")
+def test_survivors_cancelled_in_a_full_pool(preempt: PreemptHarness) -> None:
+    """The same without a forced preemption: the pool has room for two of three until the end."""
+    block = block_size(preempt)
+    workload = together([request(preempt, f"r{i}", 2 * block, 9 * block) for i in range(3)])
+    # The three fill 14 blocks with 3 blocks of outputs each; two of them do so with 5.
+    result = preempt.run(
+        workload,
+        14,
+        plan=f"abort:r0@out={4 * block}/abort:r1@out={4 * block}",
+        block_size=block,
+    )
+    result.assert_preempted()
     result.assert_matches_baseline()
     result.assert_clean()

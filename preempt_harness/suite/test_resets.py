@@ -8,7 +8,7 @@ from preempt_harness.harness import PreemptHarness
 from preempt_harness.suite.shapes import block_size, request
 from preempt_harness.workload import Operation, Workload
 
-pytestmark = pytest.mark.preempt_requires("prefix_caching", "preempt", "stepped", "hold_blocks")
+pytestmark = pytest.mark.preempt_requires("prefix_caching", "stepped", "hold_blocks")
 
 
 @pytest.mark.parametrize(

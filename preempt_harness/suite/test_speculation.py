@@ -13,8 +13,7 @@ from preempt_harness.budget import KVBudget
 from preempt_harness.checks.drafts import ACCEPTED, DRAFTED, REJECTED, DraftLedger
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.result import TrialResult
-from preempt_harness.suite.shapes import block_size, companions, request, together
-from preempt_harness.suite.test_branches import require_mode
+from preempt_harness.suite.shapes import block_size, companions, request, require_mode, together
 
 pytestmark = pytest.mark.preempt_requires("speculation")
 

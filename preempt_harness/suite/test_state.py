@@ -7,8 +7,14 @@ from typing import Any
 import pytest
 
 from preempt_harness.harness import PreemptHarness
-from preempt_harness.suite.shapes import block_size, chunks, companions, request, together
-from preempt_harness.suite.test_branches import require_mode
+from preempt_harness.suite.shapes import (
+    block_size,
+    chunks,
+    companions,
+    request,
+    require_mode,
+    together,
+)
 from preempt_harness.workload import Operation, Workload
 
 pytestmark = pytest.mark.preempt_requires("preempt", "stepped")

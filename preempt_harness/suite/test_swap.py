@@ -152,21 +152,21 @@ def test_aborted_while_swapped_out(preempt: PreemptHarness) -> None:
 
 
 @FORCED
-@pytest.mark.preempt_requires("abort")
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_survivors_cancelled_after_a_preemption(preempt: PreemptHarness, mode: str) -> None:
-    """The waiting request must come back although those that ran never finish by themselves."""
+def test_a_used_swap_space_too_small_for_the_next(preempt: PreemptHarness) -> None:
+    """One was there and has come back; what it left is less than another one needs, by one."""
     block = block_size(preempt)
     workload = together(
-        request(preempt, "victim", 3 * block, 3 * block),
-        request(preempt, "r1", 2 * block, 9 * block),
-        request(preempt, "r2", 2 * block, 9 * block),
+        request(preempt, "small", block, 6 * block),
+        request(preempt, "brief", block, block),  # some engines admit when somebody has finished
+        request(preempt, "large", 5 * block, 3 * block),
     )
     result = preempt.run(
         workload,
-        plan=f"preempt:victim@step=4:{mode}/abort:r1@step=6/abort:r2@step=6",
+        plan=f"preempt:small@out=2:swap/preempt:large@out={2 * block}:swap",
         block_size=block,
+        options=space(6),
     )
-    result.assert_preempted(request="victim", mode=mode)
+    result.assert_preempted(request="small", mode="swap")
+    result.assert_preempted(request="large")
     result.assert_matches_baseline()
     result.assert_clean()

@@ -25,8 +25,8 @@ def run(kind: str = "reset_prefix_cache") -> TrialRecord:
         ],
         operations=[Operation(kind=kind, step=8)],
     )
-    # Two held blocks leave what the victim has in the cache, and one too few for it to come back.
-    return harness.run(workload, 7, plan="preempt:r0@step=6/squeeze:2@6..10").record
+    # It grows into the held blocks, waits for them, and has all its own in the cache.
+    return harness.run(workload, 7, plan="squeeze:2@3..10").record
 
 
 def resets(record: TrialRecord) -> list[tuple[str, int | None, str | None]]:

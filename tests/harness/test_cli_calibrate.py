@@ -39,7 +39,7 @@ def one_torch_thread() -> Iterator[None]:
 
 
 def tolerance_of(margins: Sequence[Margins], quantile: float) -> tolerances.Calibration:
-    return calibration_of(Measurement(list(margins), {}), quantile, SETTINGS, "embedded", "cpu")
+    return calibration_of(Measurement(list(margins), {}, {}), quantile, SETTINGS, "embedded", "cpu")
 
 
 def score(token_id: int, logprob: float, *, top: int, top_logprob: float, second: float) -> Score:
