@@ -175,7 +175,7 @@ def test_equal_later_blocks_under_different_first_blocks(preempt: PreemptHarness
     result.assert_clean()
 
 
-@pytest.mark.preempt_requires("prefix_caching")
+@pytest.mark.preempt_requires("prefix_caching", "stepped")
 def test_a_prompt_that_begins_with_a_later_block_of_another(preempt: PreemptHarness) -> None:
     """The same tokens at another place are another content, in either run."""
     block = block_size(preempt)
