@@ -214,20 +214,18 @@ class _Preemptions:
 
 
 def check_limits(trace: Trace) -> CheckResult:
-    """No step exceeds the token budget or the number of requests that may run."""
+    """No step exceeds the token budget or the number of sequences that may run."""
     listing = Listing()
     tokens: Counter[int] = Counter()
-    requests: dict[int, frozenset[str]] = {}
-    names = RequestNames()
+    sequences: dict[int, frozenset[str]] = {}
     for rows in trace.of(ScheduledRows):
         tokens[rows.step] += rows.num_tokens
-        before = requests.get(rows.step)
-        requests[rows.step] = names[rows.seqs] if before is None else before | names[rows.seqs]
+        sequences[rows.step] = sequences.get(rows.step, frozenset()).union(rows.seqs)
     budget = trace.header.config.get("max_num_batched_tokens")
     most = trace.header.config.get("max_num_seqs")
-    if requests:
-        listing.count("steps judged", len(requests))
-    for step in sorted(requests):
+    if sequences:
+        listing.count("steps judged", len(sequences))
+    for step in sorted(sequences):
         if isinstance(budget, int) and tokens[step] > budget:
             listing.report(
                 Code.ACC_TOKEN_BUDGET,
@@ -235,11 +233,11 @@ def check_limits(trace: Trace) -> CheckResult:
                 f"{tokens[step]} tokens are scheduled, the budget is {budget}",
                 once="budget",
             )
-        if isinstance(most, int) and len(requests[step]) > most:
+        if isinstance(most, int) and len(sequences[step]) > most:
             listing.report(
                 Code.ACC_MAX_SEQS,
                 step,
-                f"{len(requests[step])} requests are scheduled, at most {most} may run",
+                f"{len(sequences[step])} sequences are scheduled, at most {most} may run",
                 once="seqs",
             )
     return listing.result("accounting", "limits")

@@ -50,8 +50,9 @@ FAULTS = (
             Patch(
                 "preempt_engine.worker.exact_runner:ExactRunner.execute",
                 "self.state.apply(step)",
-                "known = {key: list(item.block_table) for key, item in"
-                " self.state.sequences.items()}\n"
+                "known = vars(self).setdefault('old_tables', {})\n"
+                "known.update({key: list(item.block_table) for key, item in"
+                " self.state.sequences.items()})\n"
                 "self.state.apply(step)\n"
                 "for item in step.scheduled:\n"
                 "    if self.rank and item.reset and item.key in known and reached():\n"

@@ -70,6 +70,59 @@ def test_outputs_equal_those_of_requests_of_their_own(preempt: PreemptHarness, m
 
 
 @PARALLEL
+@pytest.mark.preempt_requires("chunked_prefill", "recompute", "sampling")
+@pytest.mark.parametrize("chunk", [3, 5])
+def test_outputs_that_return_in_chunks(preempt: PreemptHarness, chunk: int) -> None:
+    """What branches share is computed by one of them, in several steps; the others wait for it."""
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "victim", 3 * block + 1, 2 * block, n=3, temperature=1.0, seed=2)
+    )
+    result = preempt.run(
+        workload,
+        plan="preempt:victim@step=8:recompute",
+        block_size=block,
+        max_num_batched_tokens=chunk,
+        enable_prefix_caching=False,
+    )
+    result.assert_preempted(request="victim", mode="recompute")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@PARALLEL
+@pytest.mark.preempt_requires("sampling")
+def test_no_more_sequences_than_may_run(preempt: PreemptHarness) -> None:
+    """Every branch counts."""
+    block = block_size(preempt)
+    workload = together(
+        [
+            request(preempt, f"r{i}", 2 * block, 3 * block, n=2, temperature=1.0, seed=i)
+            for i in range(3)
+        ]
+    )
+    result = preempt.run(workload, plan="preempt:r0@step=3", block_size=block, max_num_seqs=3)
+    result.assert_preempted(request="r0")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@PARALLEL
+@pytest.mark.preempt_requires("swap", "sampling")
+def test_no_return_without_room_for_copies(preempt: PreemptHarness) -> None:
+    """Swapped out in its first decode: all branches still share a block that each must copy."""
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "other", 2 * block, 2 * block),
+        request(preempt, "victim", block + 2, 2, n=3, temperature=1.0, seed=4),
+    )
+    result = preempt.run(workload, 6, block_size=block, options={"preemption_mode": "swap"})
+    result.assert_preempted(request="victim", mode="swap")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@PARALLEL
 @MODES
 @pytest.mark.preempt_requires("stop_tokens", "min_tokens")
 def test_outputs_of_unequal_length(preempt: PreemptHarness, mode: str) -> None:

@@ -40,7 +40,7 @@ def test_nobody_is_evicted_for_one_who_does_not_fit_all_the_same(preempt: Preemp
         urgent(request(preempt, "urgent", 7 * block, 2 * block, arrival_step=4), 1),
     )
     result = preempt.run(
-        workload, 12, plan="preempt:calm@out=1", block_size=block, scheduling_policy="priority"
+        workload, 11, plan="preempt:calm@out=1", block_size=block, scheduling_policy="priority"
     )
     result.assert_preempted(request="calm")
     result.assert_matches_baseline()

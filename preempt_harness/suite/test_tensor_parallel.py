@@ -1,4 +1,4 @@
-"""Two ranks whatever `--preempt-tp` says: what the workers know must come back with the request.
+"""Several ranks, two where `--preempt-tp` asks for none: workers must know what comes back.
 
 nano-vllm lost it here: a sequence preempted in decode returned to prefill, and the workers had no
 token ids for it (GeeeekExplorer/nano-vllm, pull requests 103, 144, 145). Sending all ids in every
@@ -16,10 +16,13 @@ from preempt_harness.suite.shapes import block_size, companions, request, togeth
 pytestmark = pytest.mark.preempt_requires("tensor_parallel")
 
 
-@pytest.fixture(autouse=True)
-def _two_ranks_must_divide_the_model(preempt: PreemptHarness) -> None:
-    if preempt.settings().model == "smollm2":
+@pytest.fixture
+def ranks(preempt: PreemptHarness) -> int:
+    """As many as were asked for, else two."""
+    settings = preempt.settings()
+    if settings.model == "smollm2" and settings.tensor_parallel_size == 1:
         pytest.skip("the heads of smollm2 cannot be divided by 2 ranks; use --preempt-tp 3")
+    return max(2, settings.tensor_parallel_size)
 
 
 def required(result: TrialResult) -> list[str]:
@@ -29,14 +32,14 @@ def required(result: TrialResult) -> list[str]:
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["cache", "no-cache"])
-def test_preempted_in_decode(preempt: PreemptHarness, prefix_caching: bool) -> None:
+def test_preempted_in_decode(preempt: PreemptHarness, ranks: int, prefix_caching: bool) -> None:
     block = block_size(preempt)
     workload = together([request(preempt, f"r{i}", 2 * block + i, 6 * block) for i in range(3)])
     result = preempt.run(
         workload,
         "tight",
         block_size=block,
-        tensor_parallel_size=2,
+        tensor_parallel_size=ranks,
         enable_prefix_caching=prefix_caching,
     )
     result.assert_preempted(phase="decode")
@@ -46,7 +49,7 @@ def test_preempted_in_decode(preempt: PreemptHarness, prefix_caching: bool) -> N
 
 @pytest.mark.preempt_requires("preempt", "stepped")
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_long_context(preempt: PreemptHarness, mode: str) -> None:
+def test_long_context(preempt: PreemptHarness, ranks: int, mode: str) -> None:
     """A decode step's message has the same size at any context."""
     if mode not in preempt.adapter.capabilities:
         pytest.skip(f"engine {preempt.adapter.name} lacks {mode}")
@@ -58,7 +61,7 @@ def test_long_context(preempt: PreemptHarness, mode: str) -> None:
         workload,
         plan=f"preempt:victim@out=4:{mode}/preempt:victim@out=12:{mode}",
         block_size=block,
-        tensor_parallel_size=2,
+        tensor_parallel_size=ranks,
     )
     result.assert_preempted(request="victim", mode=mode, at_least=2)
     result.assert_matches_baseline()
@@ -66,18 +69,18 @@ def test_long_context(preempt: PreemptHarness, mode: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 8])
-def test_block_size_reaches_every_rank(preempt: PreemptHarness, size: int) -> None:
+def test_block_size_reaches_every_rank(preempt: PreemptHarness, ranks: int, size: int) -> None:
     if preempt.adapter.block_sizes and size not in preempt.adapter.block_sizes:
         pytest.skip(f"engine {preempt.adapter.name} has no blocks of {size}")
     workload = together([request(preempt, f"r{i}", 9 + 5 * i, 20) for i in range(3)])
-    result = preempt.run(workload, "tight", block_size=size, tensor_parallel_size=2)
+    result = preempt.run(workload, "tight", block_size=size, tensor_parallel_size=ranks)
     result.assert_preempted()
     result.assert_matches_baseline()
     result.assert_clean(require=["kvsan"])
 
 
 @pytest.mark.preempt_requires("preempt", "stepped", "chunked_prefill")
-def test_preempted_within_prefill(preempt: PreemptHarness) -> None:
+def test_preempted_within_prefill(preempt: PreemptHarness, ranks: int) -> None:
     block = block_size(preempt)
     workload = together(
         request(preempt, "victim", 8 * block, 3 * block), companions(preempt, block)
@@ -87,7 +90,7 @@ def test_preempted_within_prefill(preempt: PreemptHarness) -> None:
         plan="preempt:victim@chunk=2/preempt:victim@out=1/preempt:victim@resume=2",
         block_size=block,
         max_num_batched_tokens=2 * block,
-        tensor_parallel_size=2,
+        tensor_parallel_size=ranks,
     )
     result.assert_preempted(request="victim", at_least=3)
     result.assert_matches_baseline()
