@@ -18,6 +18,7 @@ class SimulatedPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.num_resets = 0
         self._num_free = num_blocks
         self._next_id = 0
         self._references: dict[int, int] = {}
@@ -83,7 +84,8 @@ class SimulatedPool:
                 self._num_free += 1
 
     def reset_prefix_cache(self) -> None:
-        """Forget all content; used blocks stay used."""
+        """Forget all content; used blocks stay used, and what builds on them is not offered."""
+        self.num_resets += 1
         self._num_free += len(self._evictable)
         self._evictable.clear()
         self._block_of.clear()

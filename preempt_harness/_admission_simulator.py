@@ -121,6 +121,7 @@ class _Request:
     high_water: int = 0
     table: list[int] = field(default_factory=list)
     num_findable: int = 0
+    num_resets: int = 0  # of the pool when its content was begun
     contents: list[Hashable] = field(default_factory=list)
 
     @property
@@ -328,6 +329,7 @@ class _Run:
         pool.share(hits)
         request.table = hits + pool.take(needed)
         request.num_findable = len(hits)
+        request.num_resets = self.pool.num_resets
         request.num_computed = start
         return end
 
@@ -397,7 +399,7 @@ class _Run:
         return hits
 
     def _make_findable(self, request: _Request) -> None:
-        if not self.model.prefix_caching:
+        if not self.model.prefix_caching or request.num_resets != self.pool.num_resets:
             return
         num_full = request.num_computed // self.model.block_size
         for index in range(request.num_findable, num_full):

@@ -73,6 +73,7 @@ class BlockManager:
         self.cached_blocks: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.held_blocks: list[int] = []
         self.num_used_blocks = 0
+        self._num_resets = 0
         self.fenced_blocks: dict[int, int] = {}  # block id -> step in flight when it was freed
         self._digest_of: list[bytes | None] = [None] * num_blocks
         self._block_of_digest: dict[bytes, int] = {}
@@ -139,6 +140,7 @@ class BlockManager:
             self.ref_counts[block_id] += 1
         sequence.block_table.extend(hits)
         sequence.num_findable_blocks = len(hits)
+        sequence.cache_epoch = self._num_resets
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child shares all blocks of its parent; the last is copied when one writes to it."""
@@ -234,8 +236,11 @@ class BlockManager:
             self._release(block_id)
 
     def make_findable(self, sequence: Sequence) -> None:
-        """Offer the sequence's full blocks to the prefix cache; call it after they are computed."""
-        if not self.enable_prefix_caching:
+        """Offer the sequence's full blocks to the prefix cache; call it after they are computed.
+
+        What was begun before a reset is not offered: it builds on content of that time.
+        """
+        if not self.enable_prefix_caching or sequence.cache_epoch != self._num_resets:
             return
         num_full = sequence.num_computed_tokens // self.block_size
         if sequence.draft_token_ids:  # which are no content
@@ -261,6 +266,7 @@ class BlockManager:
 
     def reset_prefix_cache(self) -> None:
         """Forget all content; blocks in use stay in use, but cannot be found."""
+        self._num_resets += 1
         self._block_of_digest.clear()
         self._digest_of = [None] * self.num_blocks
         while self.cached_blocks:

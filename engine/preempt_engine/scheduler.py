@@ -127,6 +127,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.counters = Counters()
         self.next_step_id = 0
+        self._room_made_for: Request | None = None  # victims of the last step are copied for it
         self._forced: dict[str, PreemptionMode | None] = {}
         self._forks: list[tuple[SequenceKey, SequenceKey]] = []
         self._dropped: list[SequenceKey] = []
@@ -313,20 +314,26 @@ class Scheduler:
 
         Done before anything is scheduled, so there are no tokens to take back from a victim. While
         a step is in flight the blocks of a victim are not free: to evict it would not make room.
-        Nor are they while it is copied to the host: then the request comes in the next step.
+        Nor are they while it is copied to the host: then the request comes in the next step, even
+        if the token budget has nothing left for it.
         """
         if self._step_in_flight is not None:
             return
         while len(self.waiting) and self.running:
             request = self.waiting.peek()
-            if request.priority >= self.running[-1].priority:
+            is_owed = request is self._room_made_for
+            self._room_made_for = None
+            if not is_owed and request.priority >= self.running[-1].priority:
                 return
             victims = self._victims_for(request)
             if victims is None:
                 return
             for victim in victims:
                 self._preempt(step, victim, "priority")
-            if step.swap_out or not self._admit(step, request):
+            if step.swap_out:
+                self._room_made_for = request
+                return
+            if not self._admit(step, request):
                 return
 
     def _victims_for(self, request: Request) -> list[Request] | None:

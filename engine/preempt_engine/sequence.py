@@ -55,6 +55,7 @@ class Sequence:
         swapped_table: the block table as it was when the request was swapped out.
         block_digests: content digests of full blocks, filled in as needed by the block manager.
         num_findable_blocks: leading blocks that were offered to the prefix cache.
+        cache_epoch: resets of the prefix cache before its content was begun.
         followers: (sequence, tokens): sequences of the same request whose first so many tokens
             this one computes for them, into blocks that they share.
         follows: waits for the sequence that it is a follower of.
@@ -82,6 +83,7 @@ class Sequence:
     swapped_table: list[int] = field(default_factory=list)
     block_digests: list[bytes] = field(default_factory=list)
     num_findable_blocks: int = 0
+    cache_epoch: int = 0
     followers: list[tuple[Sequence, int]] = field(default_factory=list)
     follows: bool = False
     draft_token_ids: list[int] = field(default_factory=list)
@@ -187,6 +189,7 @@ class Sequence:
             num_computed_tokens=self.num_computed_tokens,
             block_digests=list(self.block_digests),
             num_findable_blocks=self.num_findable_blocks,
+            cache_epoch=self.cache_epoch,
             num_sent_tokens=self.num_sent_tokens,
             num_sent_blocks=self.num_sent_blocks,
             num_stale_tokens=self.num_stale_tokens,

@@ -5,7 +5,7 @@ every working scheduler grants: the oldest request is never a victim, so it comp
 every step; and what the plan forces is paid for separately. Where prefills and decodes share no
 step, so is every preemption: what it lost is computed while the others stand still.
 
-    t_r = ceil((P_r + O_r) / c)       steps that compute request r from nothing; c = token budget
+    t_r = ceil((P_r + n_r O_r) / c)   steps that compute request r from nothing; c = token budget
     steps <= last arrival + sum_r (t_r + O_r + 2) + preemptions * (max_r t_r + 2) + exempt
     K      = sum_r (t_r + 2) + 2      in so many steps somebody gets further than ever before
 
@@ -81,8 +81,8 @@ def _bounds(trace: Trace) -> StepBounds:
         for _ in range(spec.sampling.num_sequences if one_by_one else 1)
     ]
     times = [
-        num_blocks_for(spec.num_prompt_tokens + spec.sampling.max_tokens, chunk)
-        for spec, _ in units
+        num_blocks_for(spec.num_prompt_tokens + together * spec.sampling.max_tokens, chunk)
+        for spec, together in units
     ]
     places = trace.header.config.get("max_num_seqs")
     at_once = min(chunk, places) if isinstance(places, int) else chunk
