@@ -34,6 +34,7 @@ _TWICE = (
 # A prompt that the pool or a step's budget can never hold waits for ever, until nobody else does.
 _NOTHING_SCHEDULED = (
     "test_a_prompt_larger_than_the_pool_ends_alone",
+    "test_a_request_too_large_is_refused_alone",
     "test_mixture[1]",
     "test_mixture[8]",
     "test_mixture[11]",
@@ -53,5 +54,10 @@ ISSUES: tuple[KnownIssue, ...] = (
     *(_issue("CRASH-EXCEPTION", name, "a-victim-that-runs-on") for name in _TWICE),
     _issue("ACC-QUEUE", "test_mixture[0]", "a-victim-that-runs-on"),
     *(_issue("CRASH-EXCEPTION", name, "nothing-to-schedule") for name in _NOTHING_SCHEDULED),
+    _issue(
+        "CRASH-EXCEPTION",
+        "test_a_prefix_that_is_asked_for_again[whole]",
+        "a-prompt-that-is-cached-whole",
+    ),
     *(_issue("CRASH-EXCEPTION", name, "token-ids-that-are-lost") for name in _TOKEN_IDS_LOST),
 )
