@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from preempt_harness.result import TrialResult
 
 _LONGEST_MESSAGE = 300  # characters
+_PLANTED: list[object] = []  # contexts of faults that stay in this process
 
 
 class PlantReport(msgspec.Struct, kw_only=True):
@@ -63,7 +64,9 @@ def plant_in_worker(runner: object, argument: str) -> None:
 
     name, _, folder = argument.partition(":")
     mark = Path(folder) / str(os.getpid())
-    plant(fault_named(name), on_first=mark.touch).__enter__()
+    context = plant(fault_named(name), on_first=mark.touch)
+    context.__enter__()
+    _PLANTED.append(context)  # one that nobody holds would be left at once
 
 
 @contextmanager

@@ -29,7 +29,9 @@ def test_who_is_alone_may_use_the_watermark(preempt: PreemptHarness) -> None:
     """The request fills the pool; were blocks kept for nobody, it would wait for ever."""
     block = block_size(preempt)
     workload = together(request(preempt, "victim", 8 * block, block))
-    result = preempt.run(workload, 9, plan="preempt:victim@out=1", block_size=block, watermark=0.3)
+    result = preempt.run(
+        workload, "minimal", plan="preempt:victim@out=1", block_size=block, watermark=0.3
+    )
     result.assert_preempted(request="victim")
     result.assert_matches_baseline()
     result.assert_clean()

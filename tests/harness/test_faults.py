@@ -10,6 +10,7 @@ import pytest
 from preempt_engine import LLM
 from preempt_engine.admission import WaitingQueue
 from preempt_engine.sampling.params import SamplingParams
+from preempt_harness.adapters.embedded import EmbeddedAdapter
 from preempt_harness.adapters.protocol import CAPABILITIES
 from preempt_harness.checks import Code
 from preempt_harness.faults import (
@@ -24,6 +25,9 @@ from preempt_harness.faults import (
 )
 from preempt_harness.faults.catalogue import KINDS, kind_of
 from preempt_harness.faults.patching import target_of
+from preempt_harness.faults.planting import planted_everywhere
+from preempt_harness.harness import PreemptHarness
+from preempt_harness.verdict import Verdict
 
 FAULTS = all_faults()
 QUEUE = "preempt_engine.admission:WaitingQueue"
@@ -153,3 +157,15 @@ def test_faults_are_selected_by_name_and_by_kind() -> None:
 
 def _targets(fault: Fault) -> list[FunctionType]:
     return [target_of(fault, patch.target) for patch in fault.patches]
+
+
+@pytest.mark.parametrize(
+    "name", ["second-rank-keeps-its-table", "second-rank-has-another-block-size"]
+)
+def test_a_fault_of_another_rank_is_planted_there(name: str) -> None:
+    harness = PreemptHarness(EmbeddedAdapter(), {"model": "exact", "tensor_parallel_size": 2})
+    workload = harness.workload(requests=3, prompt_tokens=9, max_tokens=24)
+    with planted_everywhere(fault_named(name)) as num_reached:
+        result = harness.run(workload, "tight", block_size=4, enable_prefix_caching=False)
+        assert num_reached() >= 1
+    assert result.findings or result.verdict is not Verdict.EQUAL
