@@ -268,8 +268,8 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_SCHEDULER}._admit_urgent",
-                "if request.priority >= self.running[-1].priority:",
-                "if request.priority > self.running[-1].priority:",
+                "request.priority >= self.running[-1].priority:",
+                "request.priority > self.running[-1].priority:",
             ),
             Patch(
                 "preempt_engine.victims:victims_for",

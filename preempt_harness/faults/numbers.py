@@ -112,9 +112,8 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}.append_token",
                 "self.counters.num_generated_tokens += 1",
-                "self.counters.num_generated_tokens += 1 + (sequence.max_computed_tokens"
-                " > sequence.num_prefill_tokens > sequence.num_prompt_tokens"
-                " and sequence.num_steps_since_admission == 1 and reached())",
+                "self.counters.num_generated_tokens += 1 + (sequence.num_tokens"
+                " == sequence.num_prefill_tokens > sequence.num_prompt_tokens and reached())",
             ),
         ),
     ),
