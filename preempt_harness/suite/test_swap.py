@@ -108,6 +108,21 @@ def test_swap_and_recompute_in_one_run(preempt: PreemptHarness) -> None:
 
 
 @FORCED
+def test_back_into_a_pool_that_it_fills(preempt: PreemptHarness) -> None:
+    """Every block is needed for the return; were one to be left over, it would wait for ever."""
+    block = block_size(preempt)
+    result = preempt.run(
+        together(request(preempt, "victim", 8 * block, block)),
+        "minimal",
+        plan="preempt:victim@out=3:swap",
+        block_size=block,
+    )
+    result.assert_preempted(request="victim", mode="swap")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@FORCED
 def test_swapped_out_twice(preempt: PreemptHarness) -> None:
     block = block_size(preempt)
     workload = together(
