@@ -108,6 +108,8 @@ class Tally:
                 found = event.num_cached * self._block_size
                 self.cached_tokens[request] = found
                 self.values["num_cached_tokens"] += found
+                # It may be preempted before it runs; what it found is then lost as well.
+                self._computed.setdefault(event.seq, found)
         elif isinstance(event, Forked):
             self._computed[event.child] = self._computed.get(event.parent, 0)
             self._lost[event.child] = self._lost.get(event.parent, 0)

@@ -44,6 +44,7 @@ from preempt_harness.record import (
 FRAME_BYTES = 64
 SEQUENCE_BYTES = 48
 ID_BYTES = 5
+_FROM_OUTSIDE = ("forced", "priority")  # reasons of preemptions that no want of blocks explains
 WIDTH_BYTES = 12
 """Three numbers of a sequence, each 1 to 5 bytes wide."""
 
@@ -237,7 +238,9 @@ def _takes_away(event: Batch) -> TypeGuard[Preempted | Aborted | PlanApplied]:
     """Whether a request that was to get blocks may not need them, or not find them, any more."""
     if isinstance(event, PlanApplied):
         return event.action.startswith("squeeze")
-    return isinstance(event, Aborted) or (isinstance(event, Preempted) and event.reason == "forced")
+    return isinstance(event, Aborted) or (
+        isinstance(event, Preempted) and event.reason in _FROM_OUTSIDE
+    )
 
 
 def check_bytes(trace: Trace) -> CheckResult:
