@@ -23,7 +23,7 @@ from preempt_harness.explore.exhaustive import Exhaustive
 from preempt_harness.explore.search import SearchOutcome, TrialRunner
 from preempt_harness.explore.strategy import SearchTask, find_strategy
 
-ENDLESS = ("random", "swarm", "stateful")
+ALL = ("random", "swarm", "stateful", "exhaustive")
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,12 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=2000, help="of each endless strategy")
     parser.add_argument("--seed", type=int, default=0, help="of the first process")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--strategies", nargs="+", choices=ALL, default=ALL)
     arguments = parser.parse_args()
     print(f"{machine()}; {arguments.processes} processes")
     rows, reports = [], []
     with ProcessPoolExecutor(arguments.processes) as pool:
-        for strategy in (*ENDLESS, "exhaustive"):
+        for strategy in arguments.strategies:
             each = arguments.trials // arguments.processes
             shares = [
                 Share(strategy, arguments.seed + index, each)
