@@ -1,7 +1,7 @@
 """Scheduling ahead: step N + 1 is decided while step N runs, before its tokens are known.
 
-Owns what is decided and not launched, and what is launched and not done. A sequence that a step
-samples from goes on in the next step with a placeholder for the token to come:
+A sequence that a step samples from goes on in the next step with a placeholder for the token to
+come:
 
     step N        [ start ... n )        samples token n
     step N + 1                 [ n )     computes token n, a placeholder until step N is done
@@ -14,22 +14,14 @@ its blocks meanwhile, the result is of no use; it is computed again, and gives t
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from preempt_engine.config import PreemptionMode
+from preempt_engine.flights import Flight, Flights, Row, has_rows
 from preempt_engine.sampling.params import SamplingParams
 from preempt_engine.scheduler import Scheduler
 from preempt_engine.sequence import PLACEHOLDER, Request, Sequence
-from preempt_engine.step import (
-    ScheduledSequence,
-    SchedulerOutput,
-    SequenceKey,
-    StateCheck,
-    state_checksum,
-)
+from preempt_engine.step import ScheduledSequence, SchedulerOutput, StateCheck
 
 # Counters of what workers do; they count when a step is launched.
 _WORK_COUNTERS = (
@@ -42,26 +34,6 @@ _WORK_COUNTERS = (
 )
 
 
-@dataclass(slots=True, eq=False)
-class _Row:
-    """A scheduled sequence, as it was then; with the step the workers have so much of it."""
-
-    request: Request
-    sequence: Sequence
-    incarnation: int
-    num_tokens: int
-    num_blocks: int
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """A step that is decided and not done; `counts` of it are not counted yet."""
-
-    step: SchedulerOutput
-    rows: list[_Row]
-    counts: dict[str, int] = field(default_factory=dict)
-
-
 class AsyncScheduler(Scheduler):
     """A scheduler whose steps are launched later than they are decided.
 
@@ -72,10 +44,8 @@ class AsyncScheduler(Scheduler):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._rows: list[_Row] = []  # of the step that is being decided
-        self._queued: deque[_Flight] = deque()
-        self._launched: deque[_Flight] = deque()
-        self._known_keys: set[SequenceKey] = set()  # what the workers keep
+        self.flights = Flights(self.residency)
+        self._rows: list[Row] = []  # of the step that is being decided
 
     def schedule(self) -> SchedulerOutput:
         """Decide a step behind all that are decided; without `has_work` it is not to be launched.
@@ -91,9 +61,9 @@ class AsyncScheduler(Scheduler):
         for name, value in before.items():
             setattr(counters, name, value)
         if step.has_work:
-            self._queued.append(_Flight(step, self._rows, counts))
-        elif counters.num_preemptions == num_preemptions and (self._queued or self._launched):
-            self.next_step_id -= 1
+            self.flights.queued.append(Flight(step, self._rows, counts))
+        elif counters.num_preemptions == num_preemptions and self.flights:
+            self.residency.next_step_id -= 1
         return step
 
     def launch(self, step: SchedulerOutput) -> bool:
@@ -102,36 +72,35 @@ class AsyncScheduler(Scheduler):
         Returns:
             False when nothing of it is wanted any more; then it is not to be executed.
         """
-        flight = self._queued.popleft()
+        flight = self.flights.queued.popleft()
         assert flight.step is step
-        assert not self._launched
-        kept: list[tuple[ScheduledSequence, _Row]] = []
+        assert not self.flights.launched
+        kept: list[tuple[ScheduledSequence, Row]] = []
         for item, row in zip(step.scheduled, flight.rows, strict=True):
-            if self._is_live(row):
+            if self.flights.is_live(row):
                 self._complete(step, item, row.sequence)
                 kept.append((item, row))
             elif item.reset:
-                self._never_sent(item.key)
+                self.flights.never_sent(item.key)
         step.scheduled = [item for item, _ in kept]
         flight.rows = [row for _, row in kept]
         if not step.has_work:
-            self._pass_on(step)
+            self.flights.pass_on(step)
             self.leave_step(step)
             return False
         for name in ("num_copied_blocks", "num_swapped_out_blocks", "num_swapped_in_blocks"):
             setattr(self.counters, name, getattr(self.counters, name) + flight.counts[name])
         self.counters.num_steps += bool(step.scheduled)
-        self._take_note(flight)
-        self._launched.append(flight)
+        self.flights.launch(flight)
         return True
 
     def advance(self, step: SchedulerOutput) -> list[Request | None]:
         """The step is done; see `Scheduler.advance`."""
-        flight = self._launched.popleft()
+        flight = self.flights.launched.popleft()
         assert flight.step is step
         requests: list[Request | None] = []
         for item, row in zip(step.scheduled, flight.rows, strict=True):
-            if not self._is_live(row):
+            if not self.flights.is_live(row):
                 requests.append(None)
                 continue
             requests.append(row.request)
@@ -148,15 +117,15 @@ class AsyncScheduler(Scheduler):
 
     def leave_step(self, step: SchedulerOutput) -> None:
         """Nobody works at the step any more; what waits for a later one goes on waiting."""
-        latest = self._step_in_flight
+        latest = self.residency.step_in_flight
         super().leave_step(step)
         if latest != step.step_id:
-            self._step_in_flight = latest
+            self.residency.step_in_flight = latest
 
     @property
     def is_idle(self) -> bool:
         """Nothing is decided that is not done."""
-        return not (self._queued or self._launched)
+        return not self.flights
 
     # Deciding -----------------------------------------------------------------------------------
 
@@ -164,7 +133,7 @@ class AsyncScheduler(Scheduler):
         super()._schedule_tokens(step, sequence, end)
         request = self.requests[sequence.key.request_id]
         self._rows.append(
-            _Row(
+            Row(
                 request,
                 sequence,
                 sequence.incarnation,
@@ -217,32 +186,24 @@ class AsyncScheduler(Scheduler):
         So is one that may be split when what is under way is done: that takes blocks.
         """
         mode = mode or self.config.preemption_mode
-        if _has_rows(self._queued, request):
+        if has_rows(self.flights.queued, request):
             mode = "recompute"
             self._take_back(request)
         may_be_split = (
             not isinstance(request.params, SamplingParams) or request.next_branch < request.num_seqs
         )
-        if may_be_split and _has_rows(self._launched, request):
+        if may_be_split and has_rows(self.flights.launched, request):
             mode = "recompute"
         super()._preempt(step, request, reason, mode)
 
     def _take_back(self, request: Request) -> None:
         """What is decided and not launched will not be computed."""
-        for flight in reversed(self._queued):
+        for flight in reversed(self.flights.queued):
             for item, row in zip(flight.step.scheduled, flight.rows, strict=True):
-                if row.request is request and self._is_live(row):
+                if row.request is request and self.flights.is_live(row):
                     row.sequence.plan_computed(item.start)
 
     # Launching ----------------------------------------------------------------------------------
-
-    def _is_live(self, row: _Row) -> bool:
-        sequence = row.sequence
-        return (
-            self.requests.get(row.request.request_id) is row.request
-            and row.request.sequences.get(sequence.key.branch) is sequence
-            and sequence.incarnation == row.incarnation
-        )
 
     def _complete(self, step: SchedulerOutput, item: ScheduledSequence, sequence: Sequence) -> None:
         """Fill placeholders, and count what is computed."""
@@ -256,43 +217,6 @@ class AsyncScheduler(Scheduler):
         counters.num_recomputed_tokens += max(0, again)
         sequence.max_computed_tokens = max(sequence.max_computed_tokens, item.end)
         Scheduler._report_scheduled(self, step, item)
-
-    def _never_sent(self, key: SequenceKey) -> None:
-        """The workers are not told of the sequence, so they need not forget it."""
-        for dropped in (*(flight.step.dropped for flight in self._queued), self._dropped):
-            if key in dropped:
-                dropped.remove(key)
-                return
-        raise AssertionError(f"{key} was to be sent, and is neither live nor dropped")
-
-    def _pass_on(self, step: SchedulerOutput) -> None:
-        """What the workers must know all the same goes with the next step."""
-        if not self._queued:
-            self._forks = step.forks + self._forks
-            self._dropped = step.dropped + self._dropped
-            return
-        following = self._queued[0].step
-        following.forks = step.forks + following.forks
-        following.dropped = step.dropped + following.dropped
-        following.poison_block_ids = step.poison_block_ids + following.poison_block_ids
-
-    def _take_note(self, flight: _Flight) -> None:
-        """Keep account of what the workers know, for the check of their state."""
-        step = flight.step
-        self._known_keys.update(child for _, child in step.forks)
-        self._known_keys.difference_update(step.dropped)
-        self._known_keys.update(item.key for item in step.scheduled)
-        if self.config.debug_worker_state:
-            step.state_check = StateCheck(
-                num_sequences=len(self._known_keys),
-                checksums=[
-                    state_checksum(
-                        row.sequence.token_ids[: row.num_tokens],
-                        row.sequence.block_table[: row.num_blocks],
-                    )
-                    for row in flight.rows
-                ],
-            )
 
     def _state_check(self, step: SchedulerOutput) -> StateCheck | None:
         """Made when the step is launched."""
@@ -312,7 +236,3 @@ def _waits_for_tokens(request: Request) -> bool:
         sequence.num_computed_tokens >= sequence.num_tokens
         for sequence in request.sequences.values()
     )
-
-
-def _has_rows(flights: Iterable[_Flight], request: Request) -> bool:
-    return any(row.request is request for flight in flights for row in flight.rows)

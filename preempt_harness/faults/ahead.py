@@ -15,7 +15,7 @@ FAULTS = (
         expected=("CRASH", "ACC", "TOK", "KVSAN", "DEL"),
         patches=(
             Patch(
-                f"{_ASYNC}._is_live",
+                "preempt_engine.flights:Flights.is_live",
                 "and sequence.incarnation == row.incarnation",
                 "and (sequence.incarnation == row.incarnation or reached())",
             ),
@@ -58,8 +58,8 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_ASYNC}.launch",
-                "if self._is_live(row):",
-                "if self._is_live(row) or reached():",
+                "if self.flights.is_live(row):",
+                "if self.flights.is_live(row) or reached():",
             ),
         ),
         needs=_NEEDS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from preempt_harness.faults.fault import Fault, Patch
 
 _SCHEDULER = "preempt_engine.scheduler:Scheduler"
+_RESIDENCY = "preempt_engine.residency:Residency"
 
 FAULTS = (
     Fault(
@@ -57,7 +58,7 @@ FAULTS = (
         expected=("WORK", "PROG"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._find_room",
+                f"{_RESIDENCY}.find_room",
                 "if num_blocks_to_admit(placements, self.blocks) > num_available:",
                 "left = self.config.max_num_batched_tokens\n"
                 "later = sum(max(0, self.blocks.blocks_for(item.sequence.num_tokens)"
@@ -67,7 +68,7 @@ FAULTS = (
                 reached=False,
             ),
             Patch(
-                f"{_SCHEDULER}._build_table",
+                f"{_RESIDENCY}._build_table",
                 "self.blocks.grow(sequence, sequence.num_tokens)",
                 "end = len(placement.hits) * self.config.block_size"
                 " + self.config.max_num_batched_tokens\n"

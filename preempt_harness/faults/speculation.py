@@ -5,8 +5,9 @@ from __future__ import annotations
 from preempt_harness.faults.fault import Fault, Patch
 
 _SCHEDULER = "preempt_engine.scheduler:Scheduler"
+_RESIDENCY = "preempt_engine.residency:Residency"
 _SEQUENCE = "preempt_engine.sequence:Sequence"
-_CHOOSE = "preempt_engine.llm:LLM._choose_tokens"
+_CHOOSE = "preempt_engine.delivery:Delivery._choose_tokens"
 _SEND = f"{_SCHEDULER}._send_drafts"
 _DRAFT_MODEL = "preempt_engine.spec_decode.draft_model:DraftModelProposer"
 _APPEND_NEXT = "drafted.append((request, sequence, self._sample_request(request, sequence, row)))"
@@ -191,7 +192,7 @@ FAULTS = (
         expected=("TOK",),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM._attach_states",
+                "preempt_engine.delivery:Delivery._attach_states",
                 "sample_request.output_token_ids = sequence.output_token_ids",
                 "sample_request.output_token_ids = sequence.output_token_ids\n"
                 "if sequence.draft_token_ids and reached():\n"
@@ -208,7 +209,7 @@ FAULTS = (
         expected=("TOK", "DEL", "CRASH"),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM._append_token",
+                "preempt_engine.delivery:Delivery._append_token",
                 "return self._follow_up(request, sequence)",
                 "completion = self._builders[request.request_id][sequence.key.branch].completion\n"
                 "if completion.finish_reason == 'stop' and sequence.draft_token_ids"
@@ -259,7 +260,7 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._free_blocks",
+                f"{_RESIDENCY}._free_blocks",
                 "self.counters.num_rejected_tokens += sequence.num_unverified_tokens",
                 "reached() if sequence.num_unverified_tokens else None",
             ),
@@ -295,8 +296,8 @@ FAULTS = (
                 "    end = num_tokens",
             ),
             Patch(
-                f"{_SCHEDULER}._cut_drafts",
-                "budget = self.config.max_num_batched_tokens",
+                "preempt_engine.headroom:cut_drafts_to_fit",
+                "budget = residency.config.max_num_batched_tokens",
                 "budget = 10**6",
                 reached=False,
             ),

@@ -6,6 +6,7 @@ from preempt_harness.faults.fault import Fault, Patch
 
 _BLOCKS = "preempt_engine.block_manager:BlockManager"
 _SCHEDULER = "preempt_engine.scheduler:Scheduler"
+_RESIDENCY = "preempt_engine.residency:Residency"
 
 FAULTS = (
     Fault(
@@ -195,7 +196,7 @@ FAULTS = (
         expected=("ACC", "KVSAN"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._leave",
+                f"{_RESIDENCY}.leave",
                 "for sequence in request.sequences.values():",
                 "for sequence in () if request.sequence.block_table"
                 " and not request.sequence.num_output_tokens and reached()"
