@@ -10,6 +10,9 @@ come:
 its placeholders are filled, and rows that nobody wants any more, of sequences that have ended or
 lost their blocks since, are taken out. What is launched cannot be taken back: if its sequence loses
 its blocks meanwhile, the result is of no use; it is computed again, and gives the same.
+
+Drafts are not decided ahead. They join a row when its step is launched, as far as nobody waits for
+what they take, and count as computed when they are verified.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ class AsyncScheduler(Scheduler):
         super().__init__(*arguments, **options)
         self.flights = Flights(self.residency)
         self._rows: list[Row] = []  # of the step that is being decided
+        self._offered: dict[Sequence, list[int]] = {}  # drafts for the next step to be launched
 
     def schedule(self) -> SchedulerOutput:
         """Decide a step behind all that are decided; without `has_work` it is not to be launched.
@@ -61,7 +65,7 @@ class AsyncScheduler(Scheduler):
         for name, value in before.items():
             setattr(counters, name, value)
         if step.has_work:
-            self.flights.queued.append(Flight(step, self._rows, counts))
+            self.flights.queue(Flight(step, self._rows, counts))
         elif counters.num_preemptions == num_preemptions and self.flights:
             self.residency.next_step_id -= 1
         return step
@@ -72,18 +76,22 @@ class AsyncScheduler(Scheduler):
         Returns:
             False when nothing of it is wanted any more; then it is not to be executed.
         """
-        flight = self.flights.queued.popleft()
+        flight = self.flights.take()
         assert flight.step is step
         assert not self.flights.launched
-        kept: list[tuple[ScheduledSequence, Row]] = []
-        for item, row in zip(step.scheduled, flight.rows, strict=True):
+        kept: list[Row] = []
+        for row in flight.rows:
             if self.flights.is_live(row):
-                self._complete(step, item, row.sequence)
-                kept.append((item, row))
-            elif item.reset:
-                self.flights.never_sent(item.key)
-        step.scheduled = [item for item, _ in kept]
-        flight.rows = [row for _, row in kept]
+                self._fill(row)
+                kept.append(row)
+            elif row.item.reset:
+                self.flights.never_sent(row.item.key)
+        flight.rows = kept
+        step.scheduled = [row.item for row in kept]
+        if self._offered:
+            self._add_drafts(flight)
+        for row in kept:
+            self._count(step, row)
         if not step.has_work:
             self.flights.pass_on(step)
             self.leave_step(step)
@@ -107,8 +115,7 @@ class AsyncScheduler(Scheduler):
             sequence = row.sequence
             if sequence.followers:
                 sequence.release_followers()
-            if row.request.host_blocks is None:  # else its blocks have gone to the host since
-                self._offer(sequence, item.end)
+            self._offer(sequence, item.end - len(sequence.drafts_in_flight))
             sequence.num_steps_since_admission += 1
             if item.start < sequence.num_prefill_tokens:
                 sequence.num_chunks += 1
@@ -127,6 +134,54 @@ class AsyncScheduler(Scheduler):
         """Nothing is decided that is not done."""
         return not self.flights
 
+    # Drafts -------------------------------------------------------------------------------------
+
+    def wants_drafts(self, sequence: Sequence) -> bool:
+        """Whether the next step to be launched computes its newest token, and nothing else."""
+        if not sequence.block_table:
+            return False  # it was swapped out
+        first = next(iter(self.flights.rows_of(sequence)), None)
+        start = sequence.num_computed_tokens if first is None else first.item.start
+        return start == sequence.num_tokens - 1
+
+    def offer_drafts(self, sequence: Sequence, token_ids: list[int]) -> None:
+        """See `Scheduler.offer_drafts`; for the next step that is launched."""
+        self._offered[sequence] = token_ids
+
+    def append_token(self, sequence: Sequence, token_id: int) -> None:
+        """See `Scheduler.append_token`; what is queued for the sequence goes with it."""
+        drafts = sequence.drafts_in_flight
+        if not drafts:
+            super().append_token(sequence, token_id)
+        elif drafts[0] == token_id:
+            self.counters.num_generated_tokens += 1
+            self.counters.num_accepted_tokens += 1
+            sequence.accept_in_flight(token_id)
+            for row in self.flights.rows_of(sequence):
+                row.shift(1)
+            self._offer(sequence, sequence.num_tokens)
+        else:
+            self._reject(sequence)
+            super().append_token(sequence, token_id)
+
+    def _verify_draft(self, sequence: Sequence, token_id: int) -> None:
+        """The token of a placeholder has come."""
+        sequence.fill_placeholder(token_id)
+
+    def _reject(self, sequence: Sequence) -> None:
+        """The workers cut off what is left of the drafts of the step that is done."""
+        num_rejected = len(sequence.drafts_in_flight)
+        sequence.drafts_in_flight = []
+        self.counters.num_rejected_tokens += num_rejected
+        first = next(iter(self.flights.rows_of(sequence)), None)
+        if first is None:
+            sequence.num_stale_tokens += num_rejected
+        else:
+            first.item.num_stale_tokens += num_rejected
+
+    def _cut_drafts(self) -> None:
+        """There are none when a step is decided."""
+
     # Deciding -----------------------------------------------------------------------------------
 
     def _schedule_tokens(self, step: SchedulerOutput, sequence: Sequence, end: int) -> None:
@@ -134,6 +189,7 @@ class AsyncScheduler(Scheduler):
         request = self.requests[sequence.key.request_id]
         self._rows.append(
             Row(
+                step.scheduled[-1],
                 request,
                 sequence,
                 sequence.incarnation,
@@ -205,17 +261,60 @@ class AsyncScheduler(Scheduler):
 
     # Launching ----------------------------------------------------------------------------------
 
-    def _complete(self, step: SchedulerOutput, item: ScheduledSequence, sequence: Sequence) -> None:
-        """Fill placeholders, and count what is computed."""
+    def _fill(self, row: Row) -> None:
+        """Tokens stand in place of the placeholders, and there are blocks for them."""
+        item, sequence = row.item, row.sequence
         if PLACEHOLDER in item.new_token_ids:
             first = item.end - len(item.new_token_ids)
             item.new_token_ids = sequence.token_ids[first : item.end]
             assert len(item.new_token_ids) == item.end - first
+        self.flights.send_blocks(row, self.blocks.blocks_for(item.end))
+
+    def _add_drafts(self, flight: Flight) -> None:
+        """What is decided comes first: drafts have what is left of the token budget.
+
+        Blocks they take only while no request waits for some. What is decided for their sequence
+        before they are verified must find room behind them.
+        """
+        budget = self.config.max_num_batched_tokens - flight.step.num_scheduled_tokens
+        for row in flight.rows:
+            item, sequence = row.item, row.sequence
+            drafts = self._offered.get(sequence, [])
+            if not drafts or item.end != sequence.num_tokens:
+                continue
+            ahead = item.end + self.config.async_scheduling
+            most = sequence.num_prompt_tokens + row.request.max_output_tokens - 1
+            num_spare = 0 if len(self.waiting) else self.blocks.num_available_blocks
+            room = (len(sequence.block_table) + num_spare) * self.config.block_size
+            count = min(len(drafts), budget)
+            if room < most:
+                count = min(count, room - ahead)
+            if count > 0:
+                budget -= count
+                self._take_along(flight, row, drafts[:count], min(ahead + count, most))
+        self._offered.clear()
+
+    def _take_along(self, flight: Flight, row: Row, drafts: list[int], end: int) -> None:
+        """Compute drafts behind a row; all that is decided by then ends before `end`."""
+        item, sequence = row.item, row.sequence
+        num_blocks = len(sequence.block_table)
+        self.residency.extend_table(flight.step, sequence, end)
+        self.flights.keep(sequence.block_table[num_blocks:])
+        sequence.drafts_in_flight = drafts
+        item.new_token_ids = item.new_token_ids + drafts
+        item.end += len(drafts)
+        self.flights.send_blocks(row, self.blocks.blocks_for(item.end))
+
+    def _count(self, step: SchedulerOutput, row: Row) -> None:
+        """Count and report what is computed."""
+        item, sequence = row.item, row.sequence
+        num_drafts = len(sequence.drafts_in_flight)
         counters = self.counters
         counters.num_computed_tokens += item.end - item.start
+        counters.num_drafted_tokens += num_drafts
         again = min(item.end, sequence.max_computed_tokens) - item.start
         counters.num_recomputed_tokens += max(0, again)
-        sequence.max_computed_tokens = max(sequence.max_computed_tokens, item.end)
+        sequence.max_computed_tokens = max(sequence.max_computed_tokens, item.end - num_drafts)
         Scheduler._report_scheduled(self, step, item)
 
     def _state_check(self, step: SchedulerOutput) -> StateCheck | None:
@@ -224,6 +323,8 @@ class AsyncScheduler(Scheduler):
 
     def _offer(self, sequence: Sequence, end: int) -> None:
         """Make blocks findable as far as they are computed, not as far as that is decided."""
+        if not sequence.block_table:
+            return  # they have gone to the host since
         planned = sequence.num_computed_tokens
         sequence.num_computed_tokens = end
         self.blocks.make_findable(sequence)

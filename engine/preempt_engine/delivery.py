@@ -36,13 +36,11 @@ class Delivery:
 
     Args:
         scheduler: is told of tokens and ends.
-        has_drafts: sequences may have drafts, whose tokens are chosen in the same step.
     """
 
-    def __init__(self, scheduler: Scheduler, *, has_drafts: bool) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.prompts = PromptReader(scheduler)
-        self._has_drafts = has_drafts
         self._states = ProcessorStates()
         self._builders: dict[str, list[OutputBuilder]] = {}
         self._searches: dict[str, BeamSearch] = {}
@@ -133,7 +131,6 @@ class Delivery:
         if self._states:
             self._attach_states(wanted)
         tokens = sample(logits, [sample_request for _, _, sample_request in wanted])
-        drafts = self._has_drafts
         drafted: list[Wanted] = []
         for (request, sequence, sample_request), token in zip(wanted, tokens, strict=True):
             if isinstance(token, SampledToken):
@@ -141,8 +138,7 @@ class Delivery:
             else:
                 output = self._fail_branch(step_id, request, sequence, token)
             outputs[output.request_id] = output
-            # With the token's position computed already, it was drafted.
-            if drafts and sequence.num_computed_tokens >= len(sequence.token_ids):
+            if sequence.newest_was_drafted:
                 sequence.first_wanted_logits += 1
                 row = sample_request.row + 1
                 drafted.append((request, sequence, self._sample_request(request, sequence, row)))

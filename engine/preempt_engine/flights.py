@@ -3,29 +3,49 @@
     queued      decided, not launched      launched      with the workers, not done
 
 Each scheduled sequence has a row that says how it was when its step was decided. The row is live
-until the sequence ends or loses its blocks.
+until the sequence ends or loses its blocks. What is queued for a sequence follows it when a step
+under way turns out to have brought more than one token, because drafts were right:
+
+    decided      [ a ) [ b )              b computes the token that a samples
+    a, launched  [ a d0 d1 )              with drafts, of which d0 is right
+    b, shifted          [ b )             computes the token that stands in place of d1
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from preempt_engine.residency import Residency
 from preempt_engine.sequence import Request, Sequence
-from preempt_engine.step import SchedulerOutput, SequenceKey, StateCheck, state_checksum
+from preempt_engine.step import (
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceKey,
+    StateCheck,
+    state_checksum,
+)
 
 
 @dataclass(slots=True, eq=False)
 class Row:
     """A scheduled sequence, as it was then; with the step the workers have so much of it."""
 
+    item: ScheduledSequence
     request: Request
     sequence: Sequence
     incarnation: int
     num_tokens: int
     num_blocks: int
+
+    def shift(self, count: int) -> None:
+        """The row computes so many positions further on."""
+        self.item.start += count
+        self.item.logits_start += count
+        self.item.end += count
+        self.num_tokens += count
 
 
 @dataclass(slots=True, eq=False)
@@ -48,10 +68,53 @@ class Flights:
         self.queued: deque[Flight] = deque()
         self.launched: deque[Flight] = deque()
         self._residency = residency
+        self._rows: dict[Sequence, deque[Row]] = {}
         self._known_keys: set[SequenceKey] = set()  # what the workers keep
 
     def __bool__(self) -> bool:
         return bool(self.queued or self.launched)
+
+    def queue(self, flight: Flight) -> None:
+        """The step is decided."""
+        self.queued.append(flight)
+        for row in flight.rows:
+            self._rows.setdefault(row.sequence, deque()).append(row)
+
+    def take(self) -> Flight:
+        """The next step leaves the queue."""
+        flight = self.queued.popleft()
+        for row in flight.rows:
+            rows = self._rows[row.sequence]
+            rows.popleft()
+            if not rows:
+                del self._rows[row.sequence]
+        return flight
+
+    def rows_of(self, sequence: Sequence) -> Iterable[Row]:
+        """What is queued for the sequence, in order."""
+        return self._rows.get(sequence, ())
+
+    def send_blocks(self, row: Row, num_blocks: int) -> None:
+        """The row is launched: with it the workers have as many entries of the block table.
+
+        What is queued for the sequence need not bring them any more.
+        """
+        sequence = row.sequence
+        if num_blocks <= row.num_blocks:
+            return
+        row.item.new_block_ids += sequence.block_table[row.num_blocks : num_blocks]
+        row.num_blocks = num_blocks
+        for later in self.rows_of(sequence):
+            new = later.item.new_block_ids
+            del new[: max(0, num_blocks - (later.num_blocks - len(new)))]
+            later.num_blocks = max(later.num_blocks, num_blocks)
+        sequence.num_sent_blocks = max(sequence.num_sent_blocks, num_blocks)
+
+    def keep(self, block_ids: Seq[int]) -> None:
+        """Blocks were taken at a launch: what is queued must not overwrite them with poison."""
+        for flight in self.queued if block_ids else ():
+            poisoned = flight.step.poison_block_ids
+            flight.step.poison_block_ids = [block for block in poisoned if block not in block_ids]
 
     def is_live(self, row: Row) -> bool:
         """Whether somebody still wants what is computed for the row."""
@@ -93,7 +156,7 @@ class Flights:
                 num_sequences=len(self._known_keys),
                 checksums=[
                     state_checksum(
-                        row.sequence.token_ids[: row.num_tokens],
+                        row.sequence.token_ids[: row.num_tokens] + row.sequence.drafts_in_flight,
                         row.sequence.block_table[: row.num_blocks],
                     )
                     for row in flight.rows

@@ -503,7 +503,7 @@ class LLM:
         )
         self.max_total_tokens = self._intake.max_total_tokens(num_prompt_tokens=0, num_sequences=1)
         self._begin_speculation()
-        self._delivery = Delivery(self.scheduler, has_drafts=self._speculator is not None)
+        self._delivery = Delivery(self.scheduler)
         self.set_observer(observer)
 
     def _begin_speculation(self) -> None:

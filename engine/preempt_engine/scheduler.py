@@ -26,7 +26,7 @@ from preempt_engine.headroom import cut_drafts_to_fit, num_blocks_beside, victim
 from preempt_engine.observer import EngineObserver, PoolCounts, PoolState
 from preempt_engine.pool_view import check_integrity, pool_counts, pool_state
 from preempt_engine.residency import Residency
-from preempt_engine.sequence import PLACEHOLDER, Request, Sequence
+from preempt_engine.sequence import Request, Sequence
 from preempt_engine.step import ScheduledSequence, SchedulerOutput, StateCheck, state_checksum
 from preempt_engine.victims import (
     ForcedPreemption,
@@ -111,13 +111,19 @@ class Scheduler:
 
     def _verify_draft(self, sequence: Sequence, token_id: int) -> None:
         num_drafts = len(sequence.draft_token_ids)
-        if sequence.draft_token_ids[0] == PLACEHOLDER:
-            sequence.fill_placeholder(token_id)
-        elif sequence.verify_draft(token_id):
+        if sequence.verify_draft(token_id):
             self.counters.num_accepted_tokens += 1
             self.blocks.make_findable(sequence)
         else:
             self.counters.num_rejected_tokens += num_drafts
+
+    def wants_drafts(self, sequence: Sequence) -> bool:
+        """Whether its newest token, and nothing else, is computed next."""
+        return sequence.num_computed_tokens == sequence.num_tokens - 1
+
+    def offer_drafts(self, sequence: Sequence, token_ids: list[int]) -> None:
+        """Guesses at the sequence's next tokens; as many are computed as there is room for."""
+        sequence.draft_token_ids = token_ids
 
     def force_preemption(self, request_id: str, mode: PreemptionMode | None = None) -> None:
         """Preempt the request before the next step is scheduled, if it runs then."""
@@ -163,7 +169,7 @@ class Scheduler:
         if self.config.scheduling_policy == "priority" and not forced:
             self._admit_urgent(step)
         if self.config.num_speculative_tokens:
-            cut_drafts_to_fit(self.residency)
+            self._cut_drafts()
         budget = self._schedule_running(step, self.config.max_num_batched_tokens)
         if not forced:
             self._schedule_waiting(step, budget)
@@ -235,6 +241,9 @@ class Scheduler:
                 return
             if not self._admit(step, request):
                 return
+
+    def _cut_drafts(self) -> None:
+        cut_drafts_to_fit(self.residency)
 
     def _schedule_running(self, step: SchedulerOutput, budget: int) -> int:
         """Returns what is left of the budget: nothing when blocks ran short.

@@ -61,6 +61,9 @@ class Sequence:
         follows: waits for the sequence that it is a follower of.
         draft_token_ids: guesses at the tokens after `token_ids`; computed ones wait for their
             verification in the same step.
+        newest_was_drafted: the newest token was a draft, so that its position is computed already.
+        drafts_in_flight: the same where steps are decided ahead: guesses that the step under way
+            computes. None of `num_computed_tokens` are theirs before they are verified.
         incarnation: counts the times it lost its blocks.
         num_sent_tokens, num_sent_blocks: what the workers already have.
         num_stale_tokens: rejected drafts that the workers have beyond `num_sent_tokens`, to be cut
@@ -87,6 +90,8 @@ class Sequence:
     followers: list[tuple[Sequence, int]] = field(default_factory=list)
     follows: bool = False
     draft_token_ids: list[int] = field(default_factory=list)
+    newest_was_drafted: bool = False
+    drafts_in_flight: list[int] = field(default_factory=list)
     incarnation: int = 0
     num_sent_tokens: int = 0
     num_sent_blocks: int = 0
@@ -113,6 +118,8 @@ class Sequence:
     @property
     def num_unverified_tokens(self) -> int:
         """Drafts that are computed and wait for the tokens of their positions."""
+        if self.drafts_in_flight:
+            return len(self.drafts_in_flight)
         if PLACEHOLDER in self.draft_token_ids:
             return 0
         return max(0, self.num_computed_tokens - len(self.token_ids))
@@ -121,6 +128,7 @@ class Sequence:
         """The sequence goes on with a token that was chosen from its last logits."""
         assert self.num_computed_tokens == len(self.token_ids)
         self.token_ids.append(token_id)
+        self.newest_was_drafted = False
 
     def verify_draft(self, token_id: int) -> bool:
         """The sequence goes on with a token that was chosen for the position of its first draft.
@@ -135,17 +143,30 @@ class Sequence:
             self.num_stale_tokens = len(drafts)
             self.draft_token_ids = []
             self.set_computed(self.num_tokens - 1)
+            self.newest_was_drafted = False
             return False
         del drafts[0]
+        self.newest_was_drafted = True
         self.num_sent_tokens += 1
         self.max_computed_tokens = max(self.max_computed_tokens, self.num_tokens)
         return True
+
+    def accept_in_flight(self, token_id: int) -> None:
+        """The sequence goes on with a token that is the first draft of the step under way."""
+        assert self.drafts_in_flight[0] == token_id
+        del self.drafts_in_flight[0]
+        self.token_ids.append(token_id)
+        self.newest_was_drafted = True
+        self.num_computed_tokens += 1
+        self.num_sent_tokens += 1
+        self.max_computed_tokens = max(self.max_computed_tokens, self.num_tokens)
 
     def fill_placeholder(self, token_id: int) -> None:
         """The token has come for which a placeholder stood, in a step's message perhaps."""
         if self.num_computed_tokens > len(self.token_ids):
             self.num_sent_tokens += 1
         self.token_ids.append(token_id)
+        self.newest_was_drafted = False
         del self.draft_token_ids[0]
 
     def plan_computed(self, num_computed_tokens: int) -> None:
@@ -215,6 +236,8 @@ class Sequence:
         self.followers = []
         self.follows = False
         self.draft_token_ids = []
+        self.newest_was_drafted = False
+        self.drafts_in_flight = []
         self.incarnation += 1
         self.num_sent_tokens = 0
         self.num_sent_blocks = 0
