@@ -156,10 +156,7 @@ class AsyncScheduler(Scheduler):
         elif drafts[0] == token_id:
             self.counters.num_generated_tokens += 1
             self.counters.num_accepted_tokens += 1
-            sequence.accept_in_flight(token_id)
-            for row in self.flights.rows_of(sequence):
-                row.shift(1)
-            self._offer(sequence, sequence.num_tokens)
+            self._accept(sequence, token_id)
         else:
             self._reject(sequence)
             super().append_token(sequence, token_id)
@@ -168,8 +165,18 @@ class AsyncScheduler(Scheduler):
         """The token of a placeholder has come."""
         sequence.fill_placeholder(token_id)
 
+    def _accept(self, sequence: Sequence, token_id: int) -> None:
+        sequence.accept_in_flight(token_id)
+        for row in self.flights.rows_of(sequence):
+            row.shift(1)
+        num_known = sequence.num_tokens + len(sequence.draft_token_ids)
+        most = self.requests[sequence.key.request_id].last_position
+        if num_known > most and sequence.num_computed_tokens < num_known:
+            sequence.draft_token_ids.pop()  # a step less is needed, and it is not decided yet
+        self._offer(sequence, sequence.num_tokens)
+
     def _reject(self, sequence: Sequence) -> None:
-        """The workers cut off what is left of the drafts of the step that is done."""
+        """What is left of its drafts was wrong, or is not wanted: the workers cut it off."""
         num_rejected = len(sequence.drafts_in_flight)
         sequence.drafts_in_flight = []
         self.counters.num_rejected_tokens += num_rejected
@@ -239,7 +246,8 @@ class AsyncScheduler(Scheduler):
     ) -> None:
         """A request with rows that are not launched yet is recomputed: they will not be.
 
-        So is one that may be split when what is under way is done: that takes blocks.
+        So is one that may be split when what is under way is done: that takes blocks. Drafts that
+        are under way go with the blocks.
         """
         mode = mode or self.config.preemption_mode
         if has_rows(self.flights.queued, request):
@@ -250,6 +258,8 @@ class AsyncScheduler(Scheduler):
         )
         if may_be_split and has_rows(self.flights.launched, request):
             mode = "recompute"
+        for sequence in request.sequences.values():
+            self._reject(sequence)
         super()._preempt(step, request, reason, mode)
 
     def _take_back(self, request: Request) -> None:
@@ -283,7 +293,7 @@ class AsyncScheduler(Scheduler):
             if not drafts or item.end != sequence.num_tokens:
                 continue
             ahead = item.end + self.config.async_scheduling
-            most = sequence.num_prompt_tokens + row.request.max_output_tokens - 1
+            most = row.request.last_position
             num_spare = 0 if len(self.waiting) else self.blocks.num_available_blocks
             room = (len(sequence.block_table) + num_spare) * self.config.block_size
             count = min(len(drafts), budget)

@@ -330,6 +330,11 @@ class Request:
         return next(iter(self.sequences.values()))
 
     @property
+    def last_position(self) -> int:
+        """Of the longest output's last token, which is sampled and never computed."""
+        return self.sequence.num_prompt_tokens + self.max_output_tokens - 1
+
+    @property
     def precedence(self) -> tuple[int, int]:
         """The order in which requests are served, everywhere; no two have the same.
 

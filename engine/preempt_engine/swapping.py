@@ -103,7 +103,6 @@ class Swapper:
         """Blocks that hold computed tokens of the request, each once."""
         computed: dict[int, None] = {}
         for sequence in request.sequences.values():
-            num_tokens = sequence.num_computed_tokens + len(sequence.drafts_in_flight)
-            num_blocks = self.blocks.blocks_for(num_tokens)
+            num_blocks = self.blocks.blocks_for(sequence.num_computed_tokens)
             computed.update(dict.fromkeys(sequence.block_table[:num_blocks]))
         return list(computed)
