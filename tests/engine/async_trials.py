@@ -6,7 +6,8 @@
 
 The trials are those of `state_trials`, in order of arrival. The disturbed run decides one or two
 steps ahead; requests are preempted, aborted, stopped and finished with outputs under way. Outputs
-must be equal in every bit, each token delivered once. With `--drafts` the disturbed run drafts as well.
+must be equal in every bit, each token delivered once. With `--drafts` the disturbed run drafts as
+well.
 """
 
 from __future__ import annotations
