@@ -12,10 +12,6 @@ _SEND = f"{_SCHEDULER}._send_drafts"
 _DRAFT_MODEL = "preempt_engine.spec_decode.draft_model:DraftModelProposer"
 _APPEND_NEXT = "drafted.append((request, sequence, self._sample_request(request, sequence, row)))"
 _DRAFTS = frozenset({"speculation"})
-_APPEND_NEXT = "drafted.append((request, sequence, self._sample_request(request, sequence, row)))"
-_DRAFTS = frozenset({"speculation"})
-# Within a run of accepted drafts: the position before is computed already.
-_IN_A_RUN = "sequence.num_computed_tokens >= sequence.num_tokens"
 
 FAULTS = (
     Fault(
@@ -135,9 +131,8 @@ FAULTS = (
         patches=(
             Patch(
                 _CHOOSE,
-                "if drafts and sequence.num_computed_tokens >= len(sequence.token_ids):",
-                "if drafts and sequence.num_computed_tokens >= len(sequence.token_ids)"
-                " + (not sequence.draft_token_ids and reached()):",
+                "if sequence.newest_was_drafted:",
+                "if sequence.newest_was_drafted and (sequence.draft_token_ids or not reached()):",
             ),
         ),
         needs=_DRAFTS,

@@ -242,7 +242,7 @@ def test_tight_pool_with_drafts_in_steps_ahead(
     preempt: PreemptHarness, drafter: str, ahead: int
 ) -> None:
     block = block_size(preempt)
-    workload = together([request(preempt, f"r{i}", 2 * block + i, 8 * block) for i in range(4)])
+    workload = together([request(preempt, f"r{i}", 2 * block + i, 8 * block) for i in range(5)])
     result = preempt.run(
         workload,
         "tight",
