@@ -243,6 +243,8 @@ class BlockManager:
         if not self.enable_prefix_caching or sequence.cache_epoch != self._num_resets:
             return
         num_full = sequence.num_computed_tokens // self.block_size
+        if num_full <= sequence.num_findable_blocks:
+            return
         if sequence.draft_token_ids:  # which are no content
             num_full = min(num_full, sequence.num_tokens // self.block_size)
         for index in range(sequence.num_findable_blocks, num_full):

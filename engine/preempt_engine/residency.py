@@ -266,6 +266,7 @@ class Residency:
         """One of the request's sequences has ended; the others go on."""
         self._free_blocks(self.next_step_id - 1, sequence, self.step_in_flight)
         del request.sequences[sequence.key.branch]
+        request.sequence = next(iter(request.sequences.values()), sequence)
 
     def _free_blocks(self, step_id: int, sequence: Sequence, step_in_flight: int | None) -> None:
         if sequence.block_table and self.observer is not None:

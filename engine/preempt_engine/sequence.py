@@ -235,6 +235,7 @@ class Request:
         params: how to sample or search, and until when.
         seed: of the request's noise.
         sequences: its live branches by number; a branch that ended or was dropped is not there.
+        sequence: the first of them; the last that there was when none is left.
         max_output_tokens: no branch gets more, by `max_tokens`, the model's length and the pool.
         num_seqs: sequences it counts for: `n` less the branches that ended, or the beam width.
         next_branch: number of the next fork; numbers are not used twice.
@@ -253,6 +254,7 @@ class Request:
     params: SamplingParams | BeamSearchParams
     seed: int
     sequences: dict[int, Sequence]
+    sequence: Sequence
     max_output_tokens: int
     num_seqs: int
     priority: int = 0
@@ -293,6 +295,7 @@ class Request:
             params=params,
             seed=seed,
             sequences={0: sequence},
+            sequence=sequence,
             max_output_tokens=params.max_tokens,
             num_seqs=params.num_sequences,
             priority=priority,
@@ -300,11 +303,6 @@ class Request:
             num_to_score=num_to_score,
             reads_prompt=score_from is not None or params.max_tokens == 0,
         )
-
-    @property
-    def sequence(self) -> Sequence:
-        """The first live branch."""
-        return next(iter(self.sequences.values()))
 
     @property
     def precedence(self) -> tuple[int, int]:

@@ -20,6 +20,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import msgspec
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -35,8 +37,7 @@ class SequenceKey(NamedTuple):
         return f"{self.request_id}.{self.branch}"
 
 
-@dataclass(slots=True)
-class ScheduledSequence:
+class ScheduledSequence(msgspec.Struct, gc=False):
     """The part of a step that concerns one sequence.
 
     Attributes:
