@@ -2,10 +2,12 @@
 
     python -m benchmarks.scheduler_engines ENGINE
 
-reads cases and orders from its standard input, one JSON value a line, and answers with one a line;
-`benchmarks.scheduler` runs it, with the Python that has the engine. A step is what an engine decides
-and what it does with the tokens that come of it: schedule, account for blocks, append one token to
-each sequence, end those that are long enough. Nobody observes, nothing is computed, no text is made.
+reads a case a line from its standard input, answers each with a line, and measures once for every
+empty line that follows; `benchmarks.scheduler` runs it, with the Python that has the engine.
+
+A step is what an engine decides, and what it does with the tokens that come of it: it schedules,
+accounts for blocks, appends a token to each sequence and ends those that are long enough. Nothing
+is computed and no text is made.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -33,10 +35,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         running: sequences that run at once.
-        context: tokens of each prompt, a few more for some so that they do not need blocks together.
+        context: tokens of each prompt, and up to a block more, lest all need blocks in one step.
         num_blocks: size of the pool; it never runs short.
-        turnover: after each step a request takes the place of each that ended, one a step; without,
-            all go on for ever.
+        turnover: one request ends in every step, and another takes its place; without, all go on.
         steps: that are measured at a time.
         max_steps: that are run in all.
     """
@@ -112,7 +113,8 @@ class EmbeddedEngine:
             sequence = request.sequences[item.key.branch]
             sequence.first_wanted_logits += 1
             scheduler.append_token(sequence, _TOKEN_ID)
-            if sequence.num_output_tokens >= request.max_output_tokens:
+            num_output_tokens = len(sequence.token_ids) - sequence.num_prompt_tokens
+            if num_output_tokens >= request.max_output_tokens:
                 scheduler.finish(request, "length")
                 num_ended += 1
         return len(step.scheduled), num_ended
@@ -255,3 +257,39 @@ class Load:
         self._num_added += 1
         prompt = [self._source.randrange(4, _VOCAB_SIZE) for _ in range(num_tokens)]
         self._engine.add(f"r{self._num_added}", prompt, max_tokens)
+
+
+def main() -> None:
+    """Serve cases; see above."""
+    engine = ENGINES[sys.argv[1]]
+    load: Load | None = None
+    for line in sys.stdin:
+        if not line.strip():
+            assert load is not None, "no case yet"
+            answer: object = load.microseconds()
+        else:
+            load = None
+            gc.unfreeze()
+            gc.collect()
+            case = msgspec.json.decode(line, type=Case)
+            with contextlib.redirect_stdout(sys.stderr):  # engines log there
+                load = Load(engine(case), case)
+            gc.collect()
+            gc.freeze()  # what is there before the first step is looked at no more
+            answer = engine_version(sys.argv[1])
+        print(json.dumps(answer), flush=True)
+
+
+def engine_version(name: str) -> str:
+    """Of what is measured."""
+    if name == "nano-vllm":
+        from preempt_harness.adapters.nano_vllm_source import find_source
+
+        source = find_source()
+        assert source is not None
+        return source[1]
+    return version("vllm") if name == "vLLM" else ""
+
+
+if __name__ == "__main__":
+    main()

@@ -277,6 +277,8 @@ class BlockManager:
 
     def take_blocks_to_poison(self) -> list[int]:
         """Blocks that became free since the last call and are free still."""
+        if not self._to_poison:
+            return []
         poison, self._to_poison = self._to_poison, []
         return [
             block_id

@@ -132,7 +132,7 @@ class Residency:
         if leader is not None:
             self.blocks.share(sequence, leader.block_table[: placement.num_leader_blocks])
             num_tokens = placement.num_leader_blocks * self.config.block_size
-            leader.followers.append((sequence, num_tokens))
+            leader.followers = (*leader.followers, (sequence, num_tokens))
             sequence.follows = True
         num_shared = len(sequence.block_table)
         self.blocks.grow(sequence, sequence.num_tokens)

@@ -73,7 +73,9 @@ class Scheduler:
         self.controller = controller
         self._room_made_for: Request | None = None  # victims of the last step are copied for it
         self._forced: dict[str, PreemptionMode | None] = {}
-        self._rows: list[tuple[Request, Sequence]] = []  # of the step that was decided last
+        # Of the step that was decided last, row by row.
+        self._requests: list[Request | None] = []
+        self._sequences: list[Sequence] = []
 
     @property
     def observer(self) -> EngineObserver | None:
@@ -157,7 +159,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Decide the next step; without `has_work` it need not be executed."""
         step = SchedulerOutput(step_id=self.next_step_id)
-        self._rows = []
+        self._requests, self._sequences = [], []
         self.residency.next_step_id += 1
         forced = self._take_forced(step.step_id)
         for request, mode in forced:
@@ -185,18 +187,19 @@ class Scheduler:
             ran. What was computed for that one is of no use: it is computed again, and gives the
             same.
         """
-        requests: list[Request | None] = []
-        for item, (request, sequence) in zip(step.scheduled, self._rows, strict=True):
+        requests, block_size = self._requests, self.config.block_size
+        rows = zip(step.scheduled, self._sequences, strict=True)
+        for row, (item, sequence) in enumerate(rows):
             if not sequence.known_to_workers:
-                requests.append(None)
+                requests[row] = None
                 continue
-            requests.append(request)
             sequence.set_computed(item.end)
             if sequence.draft_token_ids:
                 self.counters.num_drafted_tokens += sequence.num_unverified_tokens
             if sequence.followers:
                 sequence.release_followers()
-            self.blocks.make_findable(sequence)
+            if item.end >= (sequence.num_findable_blocks + 1) * block_size:
+                self.blocks.make_findable(sequence)
             sequence.num_steps_since_admission += 1
             if item.start < sequence.num_prefill_tokens:
                 sequence.num_chunks += 1
@@ -249,7 +252,7 @@ class Scheduler:
                 continue
             work = self._next_tokens(request, budget)
             num_blocks = self.blocks.num_to_write(work)
-            if num_blocks and num_blocks > self.blocks.num_available_blocks:
+            if num_blocks > self.blocks.num_available_blocks:
                 blocks_are_short = True
                 if not self._make_room(step, request, num_blocks):
                     continue
@@ -300,7 +303,7 @@ class Scheduler:
             start = sequence.num_computed_tokens
             if start == num_tokens or sequence.follows:
                 continue
-            end = num_tokens if num_tokens <= start + budget else start + budget
+            end = min(num_tokens, start + budget)
             work.append((sequence, end))
             budget -= end - start
             if not budget:
@@ -323,7 +326,7 @@ class Scheduler:
         self, step: SchedulerOutput, request: Request, sequence: Sequence, end: int
     ) -> None:
         """Compute the sequence's next tokens, up to `end`; blocks for them are there."""
-        start = sequence.num_computed_tokens
+        start, table = sequence.num_computed_tokens, sequence.block_table
         wanted = sequence.first_wanted_logits
         counters = self.counters
         counters.num_computed_tokens += end - start
@@ -336,17 +339,20 @@ class Scheduler:
             start if wanted < start else wanted if wanted < end else end,
             not sequence.known_to_workers,
             sequence.token_ids[sequence.num_sent_tokens :],
-            sequence.block_table[sequence.num_sent_blocks :],
+            sequence.block_table[sequence.num_sent_blocks :]
+            if sequence.num_sent_blocks < len(table)
+            else (),
             sequence.num_stale_blocks,
             sequence.full_logits,
         )
         step.scheduled.append(item)
-        self._rows.append((request, sequence))
+        self._requests.append(request)
+        self._sequences.append(sequence)
         if sequence.draft_token_ids or sequence.num_stale_tokens:
             self._send_drafts(item, sequence)
         sequence.known_to_workers = True
         sequence.num_sent_tokens = len(sequence.token_ids)
-        sequence.num_sent_blocks = len(sequence.block_table)
+        sequence.num_sent_blocks = len(table)
         sequence.num_stale_blocks = 0
         if self.residency.observer is not None:
             self._report_scheduled(step, item)

@@ -73,6 +73,7 @@ class Sequence:
         num_steps_since_admission: steps since the last admission, or swap-in.
     """
 
+    # What every step touches comes first: then it lies together in memory.
     key: SequenceKey
     token_ids: list[int]
     num_prompt_tokens: int
@@ -80,23 +81,23 @@ class Sequence:
     full_logits: bool = True
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
-    swapped_table: list[int] = field(default_factory=list)
-    block_digests: list[bytes] = field(default_factory=list)
-    num_findable_blocks: int = 0
-    cache_epoch: int = 0
-    followers: list[tuple[Sequence, int]] = field(default_factory=list)
-    follows: bool = False
     draft_token_ids: list[int] = field(default_factory=list)
-    incarnation: int = 0
+    follows: bool = False
+    followers: tuple[tuple[Sequence, int], ...] = ()
     num_sent_tokens: int = 0
     num_sent_blocks: int = 0
     num_stale_tokens: int = 0
     num_stale_blocks: int = 0
     known_to_workers: bool = False
     max_computed_tokens: int = 0
+    num_findable_blocks: int = 0
     num_prefill_tokens: int = 0
-    num_chunks: int = 0
     num_steps_since_admission: int = 0
+    num_chunks: int = 0
+    swapped_table: list[int] = field(default_factory=list)
+    block_digests: list[bytes] = field(default_factory=list)
+    cache_epoch: int = 0
+    incarnation: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -174,7 +175,7 @@ class Sequence:
             else:
                 follower.set_computed(num_tokens)
                 follower.follows = False
-        self.followers = waiting
+        self.followers = tuple(waiting)
 
     def fork(self, key: SequenceKey) -> Self:
         """A branch with the same history; its blocks are the block manager's business."""
@@ -212,7 +213,7 @@ class Sequence:
         self.block_table = []
         self.swapped_table = []
         self.num_findable_blocks = 0
-        self.followers = []
+        self.followers = ()
         self.follows = False
         self.draft_token_ids = []
         self.incarnation += 1
