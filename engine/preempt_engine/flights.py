@@ -102,11 +102,12 @@ class Flights:
         sequence = row.sequence
         if num_blocks <= row.num_blocks:
             return
-        row.item.new_block_ids += sequence.block_table[row.num_blocks : num_blocks]
+        more = sequence.block_table[row.num_blocks : num_blocks]
+        row.item.new_block_ids = [*row.item.new_block_ids, *more]
         row.num_blocks = num_blocks
         for later in self.rows_of(sequence):
             new = later.item.new_block_ids
-            del new[: max(0, num_blocks - (later.num_blocks - len(new)))]
+            later.item.new_block_ids = new[max(0, num_blocks - (later.num_blocks - len(new))) :]
             later.num_blocks = max(later.num_blocks, num_blocks)
         sequence.num_sent_blocks = max(sequence.num_sent_blocks, num_blocks)
 
