@@ -80,6 +80,8 @@ _CHECK_TESTS = (
 TARGETS = {
     "block_manager": Target("engine/preempt_engine/block_manager.py", _ENGINE_TESTS),
     "scheduler": Target("engine/preempt_engine/scheduler.py", _ENGINE_TESTS),
+    "residency": Target("engine/preempt_engine/residency.py", _ENGINE_TESTS),
+    "branches": Target("engine/preempt_engine/branches.py", _ENGINE_TESTS),
     "victims": Target("engine/preempt_engine/victims.py", _ENGINE_TESTS),
     "admission": Target("engine/preempt_engine/admission.py", _ENGINE_TESTS),
     "swapping": Target("engine/preempt_engine/swapping.py", _ENGINE_TESTS),

@@ -243,9 +243,10 @@ def with_drafts(
 def with_steps_ahead(
     source: random.Random, settings: EngineSettings, adapter: EngineAdapter
 ) -> EngineSettings:
-    """The settings, sometimes with steps decided ahead; not where tokens are drafted."""
+    """The settings, sometimes with steps decided ahead; not where a draft model drafts."""
     able = protocol.ASYNC_SCHEDULING in adapter.capabilities
-    if not able or settings.speculative_config is not None or source.random() >= _AHEAD:
+    drafted_by = (settings.speculative_config or {}).get("method")
+    if not able or drafted_by == "draft_model" or source.random() >= _AHEAD:
         return settings
     return msgspec.structs.replace(settings, async_scheduling=source.choice((1, 2)))
 

@@ -6,6 +6,7 @@ from preempt_harness.faults.fault import Fault, Patch
 
 _BLOCKS = "preempt_engine.block_manager:BlockManager"
 _SCHEDULER = "preempt_engine.scheduler:Scheduler"
+_RESIDENCY = "preempt_engine.residency:Residency"
 _SEQUENCE = "preempt_engine.sequence:Sequence"
 _SEVERAL = frozenset({"parallel_sampling"})
 
@@ -17,7 +18,7 @@ FAULTS = (
         expected=("ACC", "CRASH", "KVSAN"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._preempt",
+                f"{_RESIDENCY}.preempt",
                 "for sequence in request.sequences.values():\n    self._free_blocks(",
                 "for sequence in list(request.sequences.values())[: 1 if"
                 " len(request.sequences) > 1 and reached() else None]:\n"
@@ -61,7 +62,7 @@ FAULTS = (
         expected=("KVSAN", "ACC", "TOK"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._extend_table",
+                f"{_RESIDENCY}.extend_table",
                 "step.block_copies.append(copy)",
                 "pass",
             ),
@@ -117,7 +118,7 @@ FAULTS = (
         expected=("TOK",),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM._sample_request",
+                "preempt_engine.delivery:Delivery._sample_request",
                 "branch=branch,",
                 "branch=0 if branch and request.num_preemptions and reached() else branch,",
             ),
@@ -145,8 +146,8 @@ FAULTS = (
         expected=("ACC", "CRASH"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._drop",
-                "self._free_blocks(self.next_step_id - 1, sequence, self._step_in_flight)",
+                f"{_RESIDENCY}.drop",
+                "self._free_blocks(self.next_step_id - 1, sequence, self.step_in_flight)",
                 "pass",
             ),
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from preempt_harness.faults.fault import Fault, Patch
 
 _SCHEDULER = "preempt_engine.scheduler:Scheduler"
+_RESIDENCY = "preempt_engine.residency:Residency"
 
 FAULTS = (
     Fault(
@@ -44,9 +45,8 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_SCHEDULER}._schedule_tokens",
-                "min(max(start, sequence.first_wanted_logits), end)",
-                "min(max(start, sequence.first_wanted_logits),"
-                " end - (end < sequence.num_tokens and reached()))",
+                "wanted if wanted < end else end,",
+                "wanted if wanted < end else end - (end < sequence.num_tokens and reached()),",
             ),
         ),
     ),
@@ -57,7 +57,7 @@ FAULTS = (
         expected=("WORK", "PROG"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._find_room",
+                f"{_RESIDENCY}.find_room",
                 "if num_blocks_to_admit(placements, self.blocks) > num_available:",
                 "left = self.config.max_num_batched_tokens\n"
                 "later = sum(max(0, self.blocks.blocks_for(item.sequence.num_tokens)"
@@ -67,7 +67,7 @@ FAULTS = (
                 reached=False,
             ),
             Patch(
-                f"{_SCHEDULER}._build_table",
+                f"{_RESIDENCY}._build_table",
                 "self.blocks.grow(sequence, sequence.num_tokens)",
                 "end = len(placement.hits) * self.config.block_size"
                 " + self.config.max_num_batched_tokens\n"
@@ -84,9 +84,10 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_SCHEDULER}._schedule_running",
-                "budget -= self._schedule_work(step, work, num_blocks)",
-                "self._schedule_work(step, work, num_blocks)",
+                "budget -= self._schedule_work(step, request, work, num_blocks)",
+                "self._schedule_work(step, request, work, num_blocks)",
             ),
+            Patch(f"{_SCHEDULER}._schedule_running", "budget -= num_tokens", "budget -= 0"),
         ),
     ),
     Fault(
@@ -113,7 +114,7 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}.advance",
                 "sequence.set_computed(item.end)",
-                "sequence.set_computed(0 if request.num_preemptions"
+                "sequence.set_computed(0 if self._requests[row].num_preemptions"
                 " and item.end < sequence.num_tokens and reached() else item.end)",
             ),
         ),

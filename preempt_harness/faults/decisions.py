@@ -5,6 +5,7 @@ from __future__ import annotations
 from preempt_harness.faults.fault import Fault, Patch
 
 _SCHEDULER = "preempt_engine.scheduler:Scheduler"
+_RESIDENCY = "preempt_engine.residency:Residency"
 
 FAULTS = (
     Fault(
@@ -22,8 +23,9 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_SCHEDULER}._schedule_running",
-                "request = self.running[index]",
-                "request = self.running[-1 - index]",
+                "for request in self.running:",
+                "for request in (self.running[-1 - index] for index in range(len(self.running))"
+                " if index < len(self.running)):",
             ),
         ),
     ),
@@ -48,9 +50,9 @@ FAULTS = (
         expected=("WORK", "ACC"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._find_room",
-                "if num_blocks_to_admit(placements, self.blocks) > num_available:",
-                "if num_blocks_to_admit(placements, self.blocks) > num_available:\n"
+                f"{_SCHEDULER}._admit",
+                "elif not self.residency.find_room(step, request, num_available):",
+                "elif not self.residency.find_room(step, request, num_available):\n"
                 "    if len(self.running) > 1 and reached():\n"
                 "        self._preempt(step, self.running[-1], 'out_of_blocks')",
             ),
@@ -63,7 +65,7 @@ FAULTS = (
         expected=("PROG", "WORK"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._preempt",
+                f"{_RESIDENCY}.preempt",
                 "self.waiting.push(request)",
                 "request.arrival_index += 1000 * request.num_preemptions\n"
                 "self.waiting.push(request)",
@@ -77,7 +79,7 @@ FAULTS = (
         expected=("PROG", "WORK"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._preempt",
+                f"{_RESIDENCY}.preempt",
                 "self.waiting.push(request)",
                 "request.arrival_index = -self.counters.num_preemptions\n"
                 "self.waiting.push(request)",
@@ -96,7 +98,7 @@ FAULTS = (
                 "request = min(self.waiting.in_order(), key=lambda item: item.sequence.num_tokens)",
             ),
             Patch(
-                f"{_SCHEDULER}._admit",
+                f"{_RESIDENCY}.run",
                 "self.waiting.pop()",
                 "self.waiting.remove(request)",
                 reached=False,
@@ -110,7 +112,7 @@ FAULTS = (
         expected=("PROG", "CRASH"),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM._why_infeasible",
+                "preempt_engine.intake:Intake._why_infeasible",
                 "if num_tokens > pool_tokens:",
                 "if num_tokens > pool_tokens and not reached():",
             ),
@@ -123,7 +125,7 @@ FAULTS = (
         expected=("CRASH", "PROG"),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM._max_total_tokens",
+                "preempt_engine.intake:Intake.max_total_tokens",
                 "return min(self._executor.max_model_len, max(pool_tokens, num_prompt_tokens + 1))",
                 "return self._executor.max_model_len",
             ),
@@ -136,7 +138,7 @@ FAULTS = (
         expected=("DEL", "CRASH", "TOK"),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM._max_total_tokens",
+                "preempt_engine.intake:Intake.max_total_tokens",
                 "return min(self._executor.max_model_len, max(pool_tokens, num_prompt_tokens + 1))",
                 "return max(pool_tokens, num_prompt_tokens + 1)",
             ),
@@ -150,8 +152,8 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_SCHEDULER}._admit",
-                "self.num_watermark_blocks if self.running else 0",
-                "self.num_watermark_blocks if self.running or reached() else 0",
+                "num_blocks_beside(self.residency, request) if self.running else 0",
+                "num_blocks_beside(self.residency, request) if self.running or reached() else 0",
             ),
         ),
     ),
@@ -163,8 +165,8 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_SCHEDULER}._admit",
-                "self.num_watermark_blocks if self.running else 0",
-                "0 if self.num_watermark_blocks and reached() else 0",
+                "num_blocks_beside(self.residency, request) if self.running else 0",
+                "0 if self.residency.num_watermark_blocks and reached() else 0",
             ),
         ),
     ),
@@ -188,7 +190,7 @@ FAULTS = (
         expected=("PROG", "CRASH", "WORK"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._preempt",
+                f"{_RESIDENCY}.preempt",
                 "self.counters.num_preemptions += 1",
                 "self.counters.num_preemptions += 1\n"
                 "self.__dict__['_blocked_at'] = self.counters.num_finished_requests",
@@ -197,8 +199,8 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}._schedule_waiting",
                 "request = self.waiting.peek()",
-                "if self.__dict__.get('_blocked_at') == self.counters.num_finished_requests"
-                " and reached():\n"
+                "blocked_at = self.residency.__dict__.get('_blocked_at')\n"
+                "if blocked_at == self.counters.num_finished_requests and reached():\n"
                 "    return\n"
                 "request = self.waiting.peek()",
             ),
@@ -224,7 +226,7 @@ FAULTS = (
         expected=("CRASH", "ACC"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._leave",
+                f"{_RESIDENCY}.leave",
                 "self.waiting.remove(request)",
                 "None if request.num_preemptions and reached() else self.waiting.remove(request)",
             ),
@@ -237,7 +239,7 @@ FAULTS = (
         expected=("CRASH", "PROG", "ACC"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._preempt",
+                f"{_RESIDENCY}.preempt",
                 "self.waiting.push(request)",
                 "if request.num_preemptions < 2 or not reached():\n    self.waiting.push(request)",
             ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from preempt_harness.faults.fault import Fault, Patch
 
-_APPEND = "preempt_engine.llm:LLM._append_token"
+_APPEND = "preempt_engine.delivery:Delivery._append_token"
 _BUILDER_APPEND = "text = self._builders[request.request_id][sequence.key.branch].append(token)"
 _COMPLETION = "self._builders[request.request_id][sequence.key.branch].completion"
 _JUST_RESUMED = "request.num_preemptions and sequence.num_steps_since_admission <= 1"
@@ -103,7 +103,7 @@ FAULTS = (
         expected=("DEL",),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM.abort_request",
+                "preempt_engine.delivery:Delivery.abort",
                 'self._finish_branches(self.scheduler.next_step_id, builders, "abort")',
                 'self._finish_branches(self.scheduler.next_step_id, builders, "abort")\n'
                 "if request.num_preemptions and reached():\n"
@@ -118,7 +118,7 @@ FAULTS = (
         expected=("TOK", "KVSAN"),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM._choose_tokens",
+                "preempt_engine.delivery:Delivery._choose_tokens",
                 "tokens = sample(logits, [sample_request for _, _, sample_request in wanted])",
                 "tokens = sample(logits, [sample_request for _, _, sample_request in wanted])\n"
                 "if len(tokens) > 1 and any(request.num_preemptions and"

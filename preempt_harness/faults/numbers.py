@@ -5,6 +5,7 @@ from __future__ import annotations
 from preempt_harness.faults.fault import Fault, Patch
 
 _SCHEDULER = "preempt_engine.scheduler:Scheduler"
+_RESIDENCY = "preempt_engine.residency:Residency"
 _FIRST_ADMISSION = "if request.num_cached_tokens is None:"
 
 FAULTS = (
@@ -15,7 +16,7 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._find_room",
+                f"{_RESIDENCY}.find_room",
                 _FIRST_ADMISSION,
                 "self.counters.num_cached_tokens += num_cached_tokens"
                 " * (request.num_preemptions > 0 and reached())\n"
@@ -30,7 +31,7 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._find_room",
+                f"{_RESIDENCY}.find_room",
                 "self.observer.resumed(step.step_id, request.request_id, num_cached_tokens)",
                 "self.observer.resumed(step.step_id, request.request_id, num_cached_tokens)\n"
                 "request.num_cached_tokens = num_cached_tokens",
@@ -44,7 +45,7 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._preempt",
+                f"{_RESIDENCY}.preempt",
                 "self.counters.num_preemptions += 1",
                 "self.counters.num_preemptions += reason != 'forced' or not reached()",
             ),
@@ -57,7 +58,7 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._preempt",
+                f"{_RESIDENCY}.preempt",
                 "request.num_preemptions += 1",
                 "request.num_preemptions += 2",
             ),
@@ -98,8 +99,8 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_SCHEDULER}.abort",
-                "self._leave(request)",
-                "self._leave(request)\nself.counters.num_finished_requests += 1",
+                "self.residency.leave(request)",
+                "self.residency.leave(request)\nself.counters.num_finished_requests += 1",
             ),
         ),
     ),
@@ -125,8 +126,8 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_SCHEDULER}.schedule",
-                "self.next_step_id += 1",
-                "self.next_step_id += 1\n"
+                "self.residency.next_step_id += 1",
+                "self.residency.next_step_id += 1\n"
                 "self.counters.num_steps += not (self.running or self.waiting.in_order())",
             ),
         ),
@@ -138,7 +139,7 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM.abort_request",
+                "preempt_engine.delivery:Delivery.abort",
                 "_note_counts(builders[0].output, request)",
                 "pass",
             ),

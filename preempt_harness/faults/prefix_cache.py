@@ -5,7 +5,7 @@ from __future__ import annotations
 from preempt_harness.faults.fault import Fault, Patch
 
 _BLOCKS = "preempt_engine.block_manager:BlockManager"
-_SCHEDULER = "preempt_engine.scheduler:Scheduler"
+_RESIDENCY = "preempt_engine.residency:Residency"
 
 FAULTS = (
     Fault(
@@ -89,14 +89,14 @@ FAULTS = (
         expected=("KVSAN", "TOK", "ACC", "CRASH", "WORK"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._find_room",
+                f"{_RESIDENCY}.find_room",
                 "placements = place(request, self.blocks)",
                 "known = self.__dict__.setdefault('_known_hits', {})\n"
                 "placements = known.setdefault("
                 "request.request_id, place(request, self.blocks))",
             ),
             Patch(
-                f"{_SCHEDULER}._find_room",
+                f"{_RESIDENCY}.find_room",
                 "for placement in placements:  # hits first",
                 "known.pop(request.request_id)\nfor placement in placements:  # hits first",
                 reached=False,
@@ -150,7 +150,7 @@ FAULTS = (
         expected=("KVSAN", "TOK", "WORK"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._find_room",
+                f"{_RESIDENCY}.find_room",
                 "self.blocks.share(placement.sequence, placement.hits)",
                 "self.blocks.share(placement.sequence, placement.hits if len(placement.hits) != 1"
                 " or not reached() else [])",
@@ -164,7 +164,7 @@ FAULTS = (
         expected=("KVSAN", "ACC", "WORK"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._find_room",
+                f"{_RESIDENCY}.find_room",
                 "placement.sequence.set_computed(len(placement.hits) * self.config.block_size)",
                 "placement.sequence.set_computed((len(placement.hits) - (len(placement.hits) > 0"
                 " and reached())) * self.config.block_size)",

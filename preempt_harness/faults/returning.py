@@ -6,9 +6,9 @@ from preempt_harness.faults.fault import Fault, Patch
 
 _SCHEDULE_TOKENS = "preempt_engine.scheduler:Scheduler._schedule_tokens"
 _NEW_TOKENS = "sequence.token_ids[sequence.num_sent_tokens :]"
-_FIND_ROOM = "preempt_engine.scheduler:Scheduler._find_room"
+_FIND_ROOM = "preempt_engine.residency:Residency.find_room"
 _SET_HITS = "placement.sequence.set_computed(len(placement.hits) * self.config.block_size)"
-_PREEMPT = "preempt_engine.scheduler:Scheduler._preempt"
+_PREEMPT = "preempt_engine.residency:Residency.preempt"
 _APPEND_TOKEN = "self.scheduler.append_token(sequence, token.token_id)"
 
 FAULTS = (
@@ -144,7 +144,7 @@ FAULTS = (
         expected=("CRASH", "DEL", "PROG"),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM._deliver",
+                "preempt_engine.delivery:Delivery.deliver",
                 "if not rows:",
                 "if not rows or (request.num_preemptions"
                 " and sequence.num_steps_since_admission == 1 and reached()):",
@@ -168,9 +168,9 @@ FAULTS = (
                 "    self.__dict__.setdefault('_again', set()).add(request.request_id)",
             ),
             Patch(
-                "preempt_engine.llm:LLM._append_token",
+                "preempt_engine.delivery:Delivery._append_token",
                 _APPEND_TOKEN,
-                "again = self.scheduler.__dict__.get('_again', set())\n"
+                "again = self.scheduler.residency.__dict__.get('_again', set())\n"
                 "if request.request_id in again:\n"
                 "    again.discard(request.request_id)\n"
                 "    sequence.token_ids.append(token.token_id)\n"

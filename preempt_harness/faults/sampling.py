@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from preempt_harness.faults.fault import Fault, Patch
 
-_SAMPLE_REQUEST = "preempt_engine.llm:LLM._sample_request"
+_SAMPLE_REQUEST = "preempt_engine.delivery:Delivery._sample_request"
 _BUILDER = "preempt_engine.output_builder:OutputBuilder"
 
 FAULTS = (
@@ -158,7 +158,7 @@ FAULTS = (
         expected=("TOK",),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM._attach_states",
+                "preempt_engine.delivery:Delivery._attach_states",
                 "sample_request.output_token_ids = sequence.output_token_ids",
                 "sample_request.output_token_ids = sequence.output_token_ids\n"
                 "if sequence.num_prefill_tokens > sequence.num_prompt_tokens and reached():\n"
@@ -206,7 +206,7 @@ FAULTS = (
         expected=("DEL", "TOK", "CRASH"),
         patches=(
             Patch(
-                "preempt_engine.scheduler:Scheduler._preempt",
+                "preempt_engine.residency:Residency.preempt",
                 "self.waiting.push(request)",
                 "done = request.sequence.first_wanted_logits - (request.score_from or 0)\n"
                 "if request.score_from is not None and request.num_to_score > done"
@@ -224,7 +224,7 @@ FAULTS = (
         expected=("DEL", "TOK", "CRASH"),
         patches=(
             Patch(
-                "preempt_engine.scheduler:Scheduler._preempt",
+                "preempt_engine.residency:Residency.preempt",
                 "self.waiting.push(request)",
                 "if request.score_from is not None and mode == 'recompute' and reached():\n"
                 "    request.sequence.first_wanted_logits = request.score_from\n"

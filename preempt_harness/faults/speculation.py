@@ -5,16 +5,13 @@ from __future__ import annotations
 from preempt_harness.faults.fault import Fault, Patch
 
 _SCHEDULER = "preempt_engine.scheduler:Scheduler"
+_RESIDENCY = "preempt_engine.residency:Residency"
 _SEQUENCE = "preempt_engine.sequence:Sequence"
-_CHOOSE = "preempt_engine.llm:LLM._choose_tokens"
+_CHOOSE = "preempt_engine.delivery:Delivery._choose_tokens"
 _SEND = f"{_SCHEDULER}._send_drafts"
 _DRAFT_MODEL = "preempt_engine.spec_decode.draft_model:DraftModelProposer"
 _APPEND_NEXT = "drafted.append((request, sequence, self._sample_request(request, sequence, row)))"
 _DRAFTS = frozenset({"speculation"})
-_APPEND_NEXT = "drafted.append((request, sequence, self._sample_request(request, sequence, row)))"
-_DRAFTS = frozenset({"speculation"})
-# Within a run of accepted drafts: the position before is computed already.
-_IN_A_RUN = "sequence.num_computed_tokens >= sequence.num_tokens"
 
 FAULTS = (
     Fault(
@@ -134,9 +131,8 @@ FAULTS = (
         patches=(
             Patch(
                 _CHOOSE,
-                "if drafts and sequence.num_computed_tokens >= len(sequence.token_ids):",
-                "if drafts and sequence.num_computed_tokens >= len(sequence.token_ids)"
-                " + (not sequence.draft_token_ids and reached()):",
+                "if sequence.newest_was_drafted:",
+                "if sequence.newest_was_drafted and (sequence.draft_token_ids or not reached()):",
             ),
         ),
         needs=_DRAFTS,
@@ -191,7 +187,7 @@ FAULTS = (
         expected=("TOK",),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM._attach_states",
+                "preempt_engine.delivery:Delivery._attach_states",
                 "sample_request.output_token_ids = sequence.output_token_ids",
                 "sample_request.output_token_ids = sequence.output_token_ids\n"
                 "if sequence.draft_token_ids and reached():\n"
@@ -208,7 +204,7 @@ FAULTS = (
         expected=("TOK", "DEL", "CRASH"),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM._append_token",
+                "preempt_engine.delivery:Delivery._append_token",
                 "return self._follow_up(request, sequence)",
                 "completion = self._builders[request.request_id][sequence.key.branch].completion\n"
                 "if completion.finish_reason == 'stop' and sequence.draft_token_ids"
@@ -259,7 +255,7 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._free_blocks",
+                f"{_RESIDENCY}._free_blocks",
                 "self.counters.num_rejected_tokens += sequence.num_unverified_tokens",
                 "reached() if sequence.num_unverified_tokens else None",
             ),
@@ -295,15 +291,15 @@ FAULTS = (
                 "    end = num_tokens",
             ),
             Patch(
-                f"{_SCHEDULER}._cut_drafts",
-                "budget = self.config.max_num_batched_tokens",
+                "preempt_engine.headroom:cut_drafts_to_fit",
+                "budget = residency.config.max_num_batched_tokens",
                 "budget = 10**6",
                 reached=False,
             ),
             Patch(
                 f"{_SCHEDULER}._schedule_running",
-                "while index < len(self.running) and budget > 0:",
-                "while index < len(self.running) and budget > -10:",
+                "if budget <= 0:",
+                "if budget <= -10:",
                 reached=False,
             ),
         ),
@@ -331,10 +327,10 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_DRAFT_MODEL}.propose",
-                "mirrored = dataclasses.replace(",
+                "mirrored = msgspec.structs.replace(",
                 "if step.block_copies and reached():\n"
-                "    step = dataclasses.replace(step, block_copies=[])\n"
-                "mirrored = dataclasses.replace(",
+                "    step = msgspec.structs.replace(step, block_copies=[])\n"
+                "mirrored = msgspec.structs.replace(",
             ),
         ),
         needs=_DRAFTS | {"parallel_sampling"},
@@ -347,10 +343,10 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_DRAFT_MODEL}._follow",
-                "return dataclasses.replace(\n    item,",
-                "return dataclasses.replace(\n"
+                "return msgspec.structs.replace(\n    item,",
+                "return msgspec.structs.replace(\n"
                 "    item if not (item.reset and wanted is not None and item.end > item.start + 1"
-                " and reached()) else dataclasses.replace(item, start=item.end - 1),",
+                " and reached()) else msgspec.structs.replace(item, start=item.end - 1),",
             ),
         ),
         needs=_DRAFTS,

@@ -6,6 +6,7 @@ from preempt_harness.faults.fault import Fault, Patch
 
 _SWAPPER = "preempt_engine.swapping:Swapper"
 _SCHEDULER = "preempt_engine.scheduler:Scheduler"
+_RESIDENCY = "preempt_engine.residency:Residency"
 _SWAP = frozenset({"swap"})
 
 FAULTS = (
@@ -16,7 +17,7 @@ FAULTS = (
         expected=("CRASH",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._swap_in",
+                f"{_RESIDENCY}.swap_in",
                 "step.swap_in += pairs",
                 "for sequence in request.sequences.values():\n"
                 "    missing = sequence.num_tokens - sequence.num_computed_tokens\n"
@@ -69,7 +70,7 @@ FAULTS = (
                 " and reached()), self.waiting.peek())",
             ),
             Patch(
-                f"{_SCHEDULER}._admit",
+                f"{_RESIDENCY}.run",
                 "self.waiting.pop()",
                 "self.waiting.remove(request)",
                 reached=False,
@@ -198,10 +199,10 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._leave",
-                "self.swapper.discard(request, self._step_in_flight)",
+                f"{_RESIDENCY}.leave",
+                "self.swapper.discard(request, self.step_in_flight)",
                 "None if request.host_blocks is not None and reached()"
-                " else self.swapper.discard(request, self._step_in_flight)",
+                " else self.swapper.discard(request, self.step_in_flight)",
             ),
         ),
         needs=_SWAP,
@@ -235,7 +236,7 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._swap_in",
+                f"{_RESIDENCY}.swap_in",
                 "self.counters.num_swapped_in_blocks += len(pairs)",
                 "self.counters.num_swapped_in_blocks +="
                 " sum(len(sequence.block_table) for sequence in request.sequences.values())",

@@ -6,6 +6,7 @@ from preempt_harness.faults.fault import Fault, Patch
 
 _BLOCKS = "preempt_engine.block_manager:BlockManager"
 _SCHEDULER = "preempt_engine.scheduler:Scheduler"
+_RESIDENCY = "preempt_engine.residency:Residency"
 
 FAULTS = (
     Fault(
@@ -31,6 +32,12 @@ FAULTS = (
                 f"{_BLOCKS}.num_to_write",
                 "growth = -(-end // size) - len(table)",
                 "growth = -(-(end + 1) // size) - len(table)",
+            ),
+            Patch(
+                f"{_SCHEDULER}._go_on",
+                "end > len(sequence.block_table) * self.config.block_size",
+                "end >= len(sequence.block_table) * self.config.block_size",
+                reached=False,
             ),
         ),
     ),
@@ -195,7 +202,7 @@ FAULTS = (
         expected=("ACC", "KVSAN"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._leave",
+                f"{_RESIDENCY}.leave",
                 "for sequence in request.sequences.values():",
                 "for sequence in () if request.sequence.block_table"
                 " and not request.sequence.num_output_tokens and reached()"

@@ -99,8 +99,8 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                "preempt_engine.scheduler:Scheduler._free_blocks",
-                "self._dropped.append(sequence.key)",
+                "preempt_engine.residency:Residency._free_blocks",
+                "self.dropped.append(sequence.key)",
                 "pass",
             ),
         ),
