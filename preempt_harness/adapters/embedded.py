@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import platform
 from collections.abc import Callable, Sequence
@@ -95,6 +96,23 @@ class EmbeddedAdapter:
 
     def __init__(self) -> None:
         self._pool = EnginePool()
+        if importlib.util.find_spec("xgrammar") is None:
+            self.capabilities = self.capabilities - {protocol.STRUCTURED_OUTPUTS}
+
+    def greedy_output(
+        self, settings: EngineSettings, prompt_token_ids: Sequence[int], max_tokens: int
+    ) -> list[int] | None:
+        """The exact model's, which has a closed form."""
+        if settings.model != "exact":
+            return None
+        from preempt_engine.exact import reference_generate
+
+        return reference_generate(
+            prompt_token_ids,
+            max_tokens,
+            self.vocab_size(settings),
+            num_ranks=settings.tensor_parallel_size,
+        )
 
     def kept_process_ids(self) -> frozenset[int]:
         """Of tensor-parallel engines that wait for the next session."""
