@@ -211,7 +211,7 @@ def check_results(trace: Trace) -> CheckResult:
             for what in _wrong_finish(record.header, spec, result, output, request in aborted):
                 listing.report(Code.DEL_FINISH_REASON, None, what, seq=seq, once=seq)
             if baseline is not None and branch < len(baseline.outputs):
-                cut_short = request in aborted or was_aborted(baseline)
+                cut_short = request in aborted or was_aborted(baseline) or bool(result.error)
                 _compare_finish(seq, output, baseline.outputs[branch], cut_short, listing)
     return listing.result("delivery", "results")
 

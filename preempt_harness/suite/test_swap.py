@@ -185,3 +185,27 @@ def test_a_used_swap_space_too_small_for_the_next(preempt: PreemptHarness) -> No
     result.assert_preempted(request="large")
     result.assert_matches_baseline()
     result.assert_clean()
+
+
+@FORCED
+@pytest.mark.preempt_requires("hold_blocks")
+def test_one_that_would_fit_waits_behind_a_larger_one_that_is_swapped_out(
+    preempt: PreemptHarness,
+) -> None:
+    """All are preempted: the large one has the swap space, the small ones have to be recomputed."""
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "large", 8 * block, 3 * block),
+        [request(preempt, f"small{i}", block + i, 3 * block) for i in range(2)],
+    )
+    result = preempt.run(
+        workload,
+        20,
+        plan="preempt-all@step=5:swap/squeeze:14@5..12",
+        block_size=block,
+        options=space(10),
+    )
+    result.assert_preempted(request="large", mode="swap")
+    result.assert_preempted(request="small0")
+    result.assert_matches_baseline()
+    result.assert_clean()
