@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from preempt_harness.faults.fault import Fault, Patch
+from preempt_harness.faults.fault import Fault, Patch, before
 
 _SWAPPER = "preempt_engine.swapping:Swapper"
 _SCHEDULER = "preempt_engine.scheduler:Scheduler"
+_EXACT = "preempt_engine.worker.exact_runner:ExactRunner.execute"
+_COPY_OUT = (
+    "self._cache.swap_out(step.swap_out)\n"
+    "if step.swap_out and self.observer is not None:\n"
+    "    self.observer.worker_swapped_out(step.step_id, self.rank, step.swap_out)"
+)
 _SWAP = frozenset({"swap"})
 
 FAULTS = (
@@ -93,7 +99,7 @@ FAULTS = (
     ),
     Fault(
         name="host-blocks-reused-at-once",
-        mechanism="host blocks that are still being copied back are handed out again",
+        mechanism="host blocks are handed out again while they are copied back, after copies out",
         source="https://github.com/vllm-project/vllm/issues/46014",
         expected=("ACC", "KVSAN", "TOK"),
         patches=(
@@ -102,6 +108,9 @@ FAULTS = (
                 "self.discard(request, step_id)",
                 "self.discard(request, None)",
             ),
+            # A copy back reads too late only where those out of its step come first.
+            before(_EXACT, "self._cache.swap_in(step.swap_in)", _COPY_OUT, reached=False),
+            Patch(_EXACT, _COPY_OUT, "pass", reached=False),
         ),
         needs=_SWAP,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.suite.shapes import block_size, companions, request, together
@@ -207,5 +208,32 @@ def test_one_that_would_fit_waits_behind_a_larger_one_that_is_swapped_out(
     )
     result.assert_preempted(request="large", mode="swap")
     result.assert_preempted(request="small0")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@FORCED
+@pytest.mark.preempt_requires("priority")
+def test_one_goes_out_in_the_step_in_which_another_comes_back(preempt: PreemptHarness) -> None:
+    """Its host blocks are free when that step is done, not before: the other is recomputed."""
+    block = block_size(preempt)
+    workload = together(
+        replace(request(preempt, "first", 4 * block, 4 * block), priority=0),
+        [
+            replace(request(preempt, f"calm{i}", 2 * block + i, 4 * block), priority=2)
+            for i in range(2)
+        ],
+        replace(request(preempt, "second", 4 * block, 2 * block, arrival_step=7), priority=1),
+    )
+    result = preempt.run(
+        workload,
+        16,
+        plan="preempt:first@step=6:swap",
+        block_size=block,
+        scheduling_policy="priority",
+        options=space(6),
+    )
+    result.assert_preempted(request="first", mode="swap")
+    result.assert_preempted(request="calm1")
     result.assert_matches_baseline()
     result.assert_clean()
