@@ -447,13 +447,14 @@ def with_continuation(
     """Another request's prompt becomes what one request's text will be.
 
     A prefix cache may then find blocks that hold outputs. The prompt is cut at a block boundary of
-    the outputs, or one token beside it, and goes on with a token of its own or not.
+    the outputs, or one token beside it, and goes on with a token of its own or not. Often the
+    output itself ends at that boundary, so that its last token was never computed.
 
     Args:
         source: of the draws.
         workload: of two requests or more.
         text: prompt and outputs of the request whose text it is.
-        of: its index.
+        of: its index; the shorter its output, the same it begins with.
         block_size: of the pool.
     """
     first = workload.requests[of]
@@ -461,11 +462,17 @@ def with_continuation(
     boundaries = range(
         (first.num_prompt_tokens // block_size + 1) * block_size, len(text) + 1, block_size
     )
-    end = source.choice([*boundaries, len(text)]) + source.choice((0, 0, 1, -1))
-    prompt = [*text[: max(1, end)]]
-    if source.random() < 0.5:
-        prompt.append(workload.requests[other].prompt_token_ids[0])
+    end = source.choice([*boundaries, len(text)])
     requests = list(workload.requests)
+    if boundaries and source.random() < 0.5:
+        end = source.choice(boundaries)
+        sampling = msgspec.structs.replace(
+            first.sampling, max_tokens=end - first.num_prompt_tokens, min_tokens=0
+        )
+        requests[of] = msgspec.structs.replace(first, sampling=sampling)
+    prompt = [*text[: max(1, end + source.choice((0, 0, 1, -1)))]]
+    if source.random() < 0.5:
+        prompt.append(requests[other].prompt_token_ids[0])
     requests[other] = msgspec.structs.replace(
         requests[other],
         prompt_token_ids=prompt,
@@ -483,8 +490,7 @@ def _second_batch(source: random.Random, workload: Workload, vocab_size: int) ->
         request.num_prompt_tokens + request.sampling.max_tokens for request in requests[:half]
     )
     requests[half:] = [
-        msgspec.structs.replace(request, arrival_step=end + source.choice((0, 0, 1)))
-        for request in requests[half:]
+        msgspec.structs.replace(request, arrival_step=end) for request in requests[half:]
     ]
     return msgspec.structs.replace(workload, requests=requests)
 

@@ -295,6 +295,7 @@ def check_ends(trace: Trace) -> CheckResult:
     aborted = {event.request for event in trace.of(Aborted)}
     aborted |= {item.request for item in trace.workload.operations if item.kind == "abort"}
     turned_away = _turned_away(trace)
+    let_go = aborted | {event.request for event in trace.of(Finished)}
     for request, spec in specs.items():
         if request in aborted:
             continue
@@ -326,6 +327,13 @@ def check_ends(trace: Trace) -> CheckResult:
                 Code.PROG_UNFINISHED,
                 None,
                 "nobody aborted it, and it has not ended when the trial has",
+                request=request,
+            )
+        elif request not in let_go and trace.sees("Finished"):
+            listing.report(
+                Code.PROG_UNFINISHED,
+                None,
+                "its user was told that it has ended, and the engine has not let it go",
                 request=request,
             )
     return listing.result("progress", "ends")

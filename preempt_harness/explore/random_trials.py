@@ -61,7 +61,16 @@ _SMALL_SWAP_SPACE = 6  # blocks
 _AHEAD = 0.25  # share of the others in which steps are decided ahead
 _SPECULATIVE = 0.25  # share of trials in which tokens are drafted
 _LATER = 0.15  # share of trials with each of the later features
-_CONTINUED = 0.2  # of trials in which a prompt goes on where another's output is
+_PREDICTABLE = 0.15  # of trials that the engine's admission model can be played over
+_UNPREDICTABLE = (
+    "outputs",
+    "beams",
+    "prompt_logprobs",
+    "priorities",
+    "running_resets",
+    "operations",
+)
+_CONTINUED = 0.25  # of trials in which a prompt goes on where another's output is
 _QUEUE_LIMITED = 0.1  # of trials in which few requests may wait
 _WATERMARKS = (0.0, 0.0, 0.0, 0.05, 0.3)
 
@@ -87,8 +96,9 @@ def random_trial(
         max_requests, max_tokens: size of the workload.
         settings, features: instead of drawn ones.
         action_kinds: of `ACTION_KINDS`, for the plan; with none there is no plan.
-        later: draw later features, continuations and queue limits as well. Each has draws of its
-            own, so that without them a seed gives what it gave before there were any.
+        later: draw later features, continuations, queue limits and predictable trials as well.
+            Each has draws of its own, so that without them a seed gives what it gave before there
+            were any.
     """
     source = random.Random(f"{seed}/trial")
     if settings is None:
@@ -96,6 +106,10 @@ def random_trial(
         settings = with_drafts(random.Random(f"{seed}/drafts"), settings, adapter)
         settings = with_steps_ahead(random.Random(f"{seed}/ahead"), settings, adapter)
     chosen = random_features(source, adapter) if features is None else list(features)
+    if later and random.Random(f"{seed}/predictable").random() < _PREDICTABLE:
+        settings = _predictable(settings)
+        chosen = [name for name in chosen if name not in _UNPREDICTABLE]
+        action_kinds = ()
     workload = random_workload(
         seed,
         vocab_size=adapter.vocab_size(settings),
@@ -323,6 +337,18 @@ def later_features(seed: int | str, adapter: EngineAdapter) -> list[str]:
         if random.Random(f"{seed}/{name}/chosen").random() < _LATER
         and needs.get(name, set()) <= adapter.capabilities
     ]
+
+
+def _predictable(settings: EngineSettings) -> EngineSettings:
+    """The settings without what an admission model does not play."""
+    options = {
+        name: value
+        for name, value in settings.options.items()
+        if name not in ("preemption_mode", "swap_space_blocks")
+    }
+    return msgspec.structs.replace(
+        settings, speculative_config=None, async_scheduling=0, options=options
+    )
 
 
 def _continued(

@@ -127,22 +127,20 @@ FAULTS = (
         needs=frozenset({"abort", "logits_processors"}),
     ),
     Fault(
-        name="reset-before-the-victims-are-freed",
-        mechanism="the cache is reset first, and the blocks of those that ran are findable after it",
+        name="reset-spares-the-just-resumed",
+        mechanism="a reset of running requests passes over those that were preempted before",
         source="mechanism",
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_LLM}.reset_prefix_cache",
-                "if reset_running_requests:\n"
-                "    self.scheduler.preempt_all()\n"
-                "self.scheduler.blocks.reset_prefix_cache()",
-                "self.scheduler.blocks.reset_prefix_cache()\n"
-                "if reset_running_requests and reached():\n"
-                "    self.scheduler.preempt_all()",
+                f"{SCHEDULER}.preempt_all",
+                "for request in [*reversed(self.running), *swapped]:",
+                "for request in [*reversed(self.running), *swapped]:\n"
+                "    if request in self.running and request.num_preemptions and reached():\n"
+                "        continue",
             ),
         ),
-        needs=frozenset({"reset_running_requests", "prefix_caching"}),
+        needs=frozenset({"reset_running_requests"}),
     ),
     Fault(
         name="reset-spares-the-swapped",

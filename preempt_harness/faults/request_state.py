@@ -280,8 +280,7 @@ FAULTS = (
             Patch(
                 APPEND,
                 "[token.token_id],",
-                f"sequence.output_token_ids if {JUST_RESUMED} and reached()"
-                " else [token.token_id],",
+                f"sequence.output_token_ids if {JUST_RESUMED} and reached() else [token.token_id],",
             ),
         ),
     ),

@@ -90,7 +90,7 @@ def test_it_arrives_while_all_wait_for_their_return(preempt: PreemptHarness, mod
         request(preempt, "late", 2 * block, 2 * block, arrival_step=8, **unseeded(preempt)),
     )
     result = preempt.run(
-        workload, plan=f"preempt-all@step=6:{mode}/squeeze:all@6..10", block_size=block
+        workload, plan=f"preempt-all@step=6:{mode}/squeeze:all@7..11", block_size=block
     )
     result.assert_preempted(mode=mode, at_least=3)
     result.assert_matches_baseline()
@@ -106,9 +106,7 @@ def test_newcomers_queue_behind_those_who_were_preempted(
     workload = together(
         [request(preempt, f"r{index}", block + index, 6 * block) for index in range(3)],
         [
-            request(
-                preempt, f"n{step}", block - 1, block, arrival_step=step, **unseeded(preempt)
-            )
+            request(preempt, f"n{step}", block - 1, block, arrival_step=step, **unseeded(preempt))
             for step in range(2 * block, 6 * block, 2)
         ],
     )

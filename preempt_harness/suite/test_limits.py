@@ -70,7 +70,7 @@ def test_a_preempted_request_is_never_refused_by_the_queue_limit(preempt: Preemp
     )
     result = preempt.run(
         workload,
-        plan=f"preempt-all@step={2 * block}/squeeze:all@{2 * block}..{2 * block + 4}",
+        plan=f"preempt-all@step={2 * block}/squeeze:all@{2 * block + 1}..{2 * block + 4}",
         block_size=block,
         max_waiting_requests=1,
     )
@@ -88,7 +88,7 @@ def test_a_victim_takes_one_place_in_the_queue(preempt: PreemptHarness) -> None:
     )
     result = preempt.run(
         workload,
-        plan=f"preempt:victim@step={2 * block}/squeeze:all@{2 * block}..{2 * block + 3}",
+        plan=f"preempt:victim@step={2 * block}/squeeze:all@{2 * block + 1}..{2 * block + 3}",
         block_size=block,
         max_waiting_requests=2,
     )
