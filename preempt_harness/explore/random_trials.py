@@ -120,7 +120,8 @@ def random_trial(
     )
     if later:
         workload = _continued(random.Random(f"{seed}/continued"), settings, workload, adapter)
-        settings = _with_queue_limit(random.Random(f"{seed}/queue"), settings, adapter)
+        queue = random.Random(f"{seed}/queue")
+        settings, workload = _with_short_queue(queue, settings, workload, adapter)
     settings, workload = _limited(source, settings, workload, adapter)
     admission = adapter.admission_model(settings)
     budget = KVBudget.solve(workload, admission, _num_blocks(source, workload, admission, adapter))
@@ -378,13 +379,23 @@ def _continued(
     )
 
 
-def _with_queue_limit(
-    source: random.Random, settings: EngineSettings, adapter: EngineAdapter
-) -> EngineSettings:
-    """The settings, sometimes with a short queue; who finds it full is refused."""
+def _with_short_queue(
+    source: random.Random, settings: EngineSettings, workload: Workload, adapter: EngineAdapter
+) -> tuple[EngineSettings, Workload]:
+    """Both, sometimes with a short queue; who finds it full is refused.
+
+    Requests come one by one then, so that the queue is filled by those who were preempted.
+    """
     if protocol.QUEUE_LIMIT not in adapter.capabilities or source.random() >= _QUEUE_LIMITED:
-        return settings
-    return msgspec.structs.replace(settings, max_waiting_requests=source.choice((1, 2, 3)))
+        return settings, workload
+    spread = [
+        msgspec.structs.replace(request, arrival_step=request.arrival_step + 3 * index)
+        for index, request in enumerate(workload.requests)
+    ]
+    return (
+        msgspec.structs.replace(settings, max_waiting_requests=source.choice((1, 2, 3))),
+        msgspec.structs.replace(workload, requests=spread),
+    )
 
 
 def _random_action(

@@ -132,10 +132,9 @@ FAULTS = (
         source="mechanism",
         expected=("ACC",),
         patches=(
-            Patch(
+            after(
                 f"{SCHEDULER}.preempt_all",
                 "for request in [*reversed(self.running), *swapped]:",
-                "for request in [*reversed(self.running), *swapped]:\n"
                 "    if request in self.running and request.num_preemptions and reached():\n"
                 "        continue",
             ),

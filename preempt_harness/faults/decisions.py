@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from preempt_harness.faults.fault import Fault, Patch
-
-_SCHEDULER = "preempt_engine.scheduler:Scheduler"
+from preempt_harness.faults.fault import Fault, Patch, after, before
+from preempt_harness.faults.places import SCHEDULER
 
 FAULTS = (
     Fault(
@@ -21,7 +20,7 @@ FAULTS = (
         expected=("ACC", "CRASH", "PROG"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_running",
+                f"{SCHEDULER}._schedule_running",
                 "request = self.running[index]",
                 "request = self.running[-1 - index]",
             ),
@@ -34,7 +33,7 @@ FAULTS = (
         expected=("PROG", "ACC", "WORK", "CRASH"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._make_room",
+                f"{SCHEDULER}._make_room",
                 "victim = choose_victim(self.running)",
                 "victim = next((other for other in reversed(self.running)"
                 " if other is not request and reached()), request)",
@@ -47,10 +46,9 @@ FAULTS = (
         source="https://github.com/sgl-project/sglang/issues/28282",
         expected=("WORK", "ACC"),
         patches=(
-            Patch(
-                f"{_SCHEDULER}._find_room",
+            after(
+                f"{SCHEDULER}._find_room",
                 "if num_blocks_to_admit(placements, self.blocks) > num_available:",
-                "if num_blocks_to_admit(placements, self.blocks) > num_available:\n"
                 "    if len(self.running) > 1 and reached():\n"
                 "        self._preempt(step, self.running[-1], 'out_of_blocks')",
             ),
@@ -62,11 +60,10 @@ FAULTS = (
         source="mechanism",
         expected=("PROG", "WORK"),
         patches=(
-            Patch(
-                f"{_SCHEDULER}._preempt",
+            before(
+                f"{SCHEDULER}._preempt",
                 "self.waiting.push(request)",
-                "request.arrival_index += 1000 * request.num_preemptions\n"
-                "self.waiting.push(request)",
+                "request.arrival_index += 1000 * request.num_preemptions",
             ),
         ),
     ),
@@ -76,11 +73,10 @@ FAULTS = (
         source="mechanism",
         expected=("PROG", "WORK"),
         patches=(
-            Patch(
-                f"{_SCHEDULER}._preempt",
+            before(
+                f"{SCHEDULER}._preempt",
                 "self.waiting.push(request)",
-                "request.arrival_index = -self.counters.num_preemptions\n"
-                "self.waiting.push(request)",
+                "request.arrival_index = -self.counters.num_preemptions",
             ),
         ),
     ),
@@ -91,12 +87,12 @@ FAULTS = (
         expected=("PROG", "WORK"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_waiting",
+                f"{SCHEDULER}._schedule_waiting",
                 "request = self.waiting.peek()",
                 "request = min(self.waiting.in_order(), key=lambda item: item.sequence.num_tokens)",
             ),
             Patch(
-                f"{_SCHEDULER}._admit",
+                f"{SCHEDULER}._admit",
                 "self.waiting.pop()",
                 "self.waiting.remove(request)",
                 reached=False,
@@ -149,7 +145,7 @@ FAULTS = (
         expected=("CRASH", "PROG"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._admit",
+                f"{SCHEDULER}._admit",
                 "self.num_watermark_blocks if self.running else 0",
                 "self.num_watermark_blocks if self.running or reached() else 0",
             ),
@@ -162,7 +158,7 @@ FAULTS = (
         expected=("WORK",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._admit",
+                f"{SCHEDULER}._admit",
                 "self.num_watermark_blocks if self.running else 0",
                 "0 if self.num_watermark_blocks and reached() else 0",
             ),
@@ -175,7 +171,7 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_waiting",
+                f"{SCHEDULER}._schedule_waiting",
                 "num_seqs > self.config.max_num_seqs",
                 "num_seqs > self.config.max_num_seqs + 1",
             ),
@@ -187,20 +183,18 @@ FAULTS = (
         source="transformers 5.24, continuous batching",
         expected=("PROG", "CRASH", "WORK"),
         patches=(
-            Patch(
-                f"{_SCHEDULER}._preempt",
+            after(
+                f"{SCHEDULER}._preempt",
                 "self.counters.num_preemptions += 1",
-                "self.counters.num_preemptions += 1\n"
                 "self.__dict__['_blocked_at'] = self.counters.num_finished_requests",
                 reached=False,
             ),
-            Patch(
-                f"{_SCHEDULER}._schedule_waiting",
+            before(
+                f"{SCHEDULER}._schedule_waiting",
                 "request = self.waiting.peek()",
                 "if self.__dict__.get('_blocked_at') == self.counters.num_finished_requests"
                 " and reached():\n"
-                "    return\n"
-                "request = self.waiting.peek()",
+                "    return",
             ),
         ),
     ),
@@ -224,7 +218,7 @@ FAULTS = (
         expected=("CRASH", "ACC"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._leave",
+                f"{SCHEDULER}._leave",
                 "self.waiting.remove(request)",
                 "None if request.num_preemptions and reached() else self.waiting.remove(request)",
             ),
@@ -237,7 +231,7 @@ FAULTS = (
         expected=("CRASH", "PROG", "ACC"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._preempt",
+                f"{SCHEDULER}._preempt",
                 "self.waiting.push(request)",
                 "if request.num_preemptions < 2 or not reached():\n    self.waiting.push(request)",
             ),
@@ -249,14 +243,13 @@ FAULTS = (
         source="https://github.com/NVIDIA/TensorRT-LLM/pull/9931",
         expected=("ACC", "CRASH"),
         patches=(
-            Patch(
-                f"{_SCHEDULER}.schedule",
+            before(
+                f"{SCHEDULER}.schedule",
                 "budget = self._schedule_running(",
                 "if len(self.running) == 1 and self.waiting.in_order()[:1] and"
                 " self.waiting.peek().num_preemptions and reached():\n"
                 "    self.running.append(self.waiting.peek())\n"
-                "    self._preempt(step, self.waiting.pop(), 'forced')\n"
-                "budget = self._schedule_running(",
+                "    self._preempt(step, self.waiting.pop(), 'forced')",
             ),
         ),
     ),
@@ -267,7 +260,7 @@ FAULTS = (
         expected=("PROG", "WORK", "CRASH"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._admit_urgent",
+                f"{SCHEDULER}._admit_urgent",
                 "request.priority >= self.running[-1].priority:",
                 "request.priority > self.running[-1].priority:",
             ),
@@ -286,10 +279,9 @@ FAULTS = (
         source="https://github.com/sgl-project/sglang/issues/28282",
         expected=("WORK",),
         patches=(
-            Patch(
-                f"{_SCHEDULER}._admit_urgent",
+            after(
+                f"{SCHEDULER}._admit_urgent",
                 "if victims is None:",
-                "if victims is None:\n"
                 "    if len(self.running) > 1 and reached():\n"
                 "        self._preempt(step, self.running[-1], 'priority')",
             ),

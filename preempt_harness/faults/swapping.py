@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from preempt_harness.faults.fault import Fault, Patch, before
+from preempt_harness.faults.fault import Fault, Patch, after, before
+from preempt_harness.faults.places import SCHEDULER
 
 _SWAPPER = "preempt_engine.swapping:Swapper"
-_SCHEDULER = "preempt_engine.scheduler:Scheduler"
 _EXACT = "preempt_engine.worker.exact_runner:ExactRunner.execute"
 _COPY_OUT = (
     "self._cache.swap_out(step.swap_out)\n"
@@ -21,13 +21,12 @@ FAULTS = (
         source="https://github.com/vllm-project/vllm/issues/4422",
         expected=("CRASH",),
         patches=(
-            Patch(
-                f"{_SCHEDULER}._swap_in",
+            before(
+                f"{SCHEDULER}._swap_in",
                 "step.swap_in += pairs",
                 "for sequence in request.sequences.values():\n"
                 "    missing = sequence.num_tokens - sequence.num_computed_tokens\n"
-                "    assert missing == 1 or not reached(), 'one new token is scheduled'\n"
-                "step.swap_in += pairs",
+                "    assert missing == 1 or not reached(), 'one new token is scheduled'",
             ),
         ),
         needs=_SWAP,
@@ -54,7 +53,7 @@ FAULTS = (
         expected=("CRASH", "PROG"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._admit",
+                f"{SCHEDULER}._admit",
                 "if self.swapper.num_blocks_to_return(request) > num_available:",
                 "if self.swapper.num_blocks_to_return(request) + 1 > num_available:",
             ),
@@ -68,14 +67,14 @@ FAULTS = (
         expected=("PROG", "CRASH"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_waiting",
+                f"{SCHEDULER}._schedule_waiting",
                 "request = self.waiting.peek()",
                 "request = next((other for other in self.waiting.in_order()"
                 " if other.host_blocks is None and self.waiting.peek().host_blocks is not None"
                 " and reached()), self.waiting.peek())",
             ),
             Patch(
-                f"{_SCHEDULER}._admit",
+                f"{SCHEDULER}._admit",
                 "self.waiting.pop()",
                 "self.waiting.remove(request)",
                 reached=False,
@@ -192,11 +191,7 @@ FAULTS = (
         source="mechanism",
         expected=("WORK", "ACC", "KVSAN"),
         patches=(
-            Patch(
-                f"{_SWAPPER}.swap_in",
-                "sequence.swapped_table = []",
-                "sequence.swapped_table = []\nsequence.set_computed(0)",
-            ),
+            after(f"{_SWAPPER}.swap_in", "sequence.swapped_table = []", "sequence.set_computed(0)"),
         ),
         needs=_SWAP,
     ),
@@ -207,7 +202,7 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._leave",
+                f"{SCHEDULER}._leave",
                 "self.swapper.discard(request, self._step_in_flight)",
                 "None if request.host_blocks is not None and reached()"
                 " else self.swapper.discard(request, self._step_in_flight)",
@@ -227,12 +222,10 @@ FAULTS = (
                 "pass",
                 reached=False,
             ),
-            Patch(
+            before(
                 "preempt_engine.worker.exact_runner:ExactRunner.execute",
                 "self._cache.swap_out(step.swap_out)",
-                "if step.swap_in and reached():\n"
-                "    self._cache.swap_in(step.swap_in)\n"
-                "self._cache.swap_out(step.swap_out)",
+                "if step.swap_in and reached():\n    self._cache.swap_in(step.swap_in)",
             ),
         ),
         needs=_SWAP,
@@ -244,7 +237,7 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._swap_in",
+                f"{SCHEDULER}._swap_in",
                 "self.counters.num_swapped_in_blocks += len(pairs)",
                 "self.counters.num_swapped_in_blocks +="
                 " sum(len(sequence.block_table) for sequence in request.sequences.values())",

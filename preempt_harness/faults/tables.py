@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from preempt_harness.faults.fault import Fault, Patch
+from preempt_harness.faults.places import SCHEDULER
 
 _BLOCKS = "preempt_engine.block_manager:BlockManager"
-_SCHEDULER = "preempt_engine.scheduler:Scheduler"
 
 FAULTS = (
     Fault(
@@ -41,12 +41,12 @@ FAULTS = (
         expected=("WORK", "PROG", "CRASH"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_running",
+                f"{SCHEDULER}._schedule_running",
                 "if num_blocks > self.blocks.num_available_blocks:",
                 "if num_blocks and num_blocks >= self.blocks.num_available_blocks:",
             ),
             Patch(
-                f"{_SCHEDULER}._make_room",
+                f"{SCHEDULER}._make_room",
                 "while num_blocks > self.blocks.num_available_blocks:",
                 "while num_blocks >= self.blocks.num_available_blocks:",
                 reached=False,
@@ -86,7 +86,7 @@ FAULTS = (
         expected=("CRASH", "KVSAN"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_tokens",
+                f"{SCHEDULER}._schedule_tokens",
                 "sequence.block_table[sequence.num_sent_blocks :]",
                 "[] if sequence.known_to_workers and start % self.config.block_size == 0"
                 " and reached() else sequence.block_table[sequence.num_sent_blocks :]",
@@ -100,7 +100,7 @@ FAULTS = (
         expected=("KVSAN", "ACC"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_tokens",
+                f"{SCHEDULER}._schedule_tokens",
                 "sequence.block_table[sequence.num_sent_blocks :]",
                 "sequence.block_table[max(0, sequence.num_sent_blocks - (len(sequence.block_table)"
                 " > sequence.num_sent_blocks > 0 and reached())) :]",
@@ -195,7 +195,7 @@ FAULTS = (
         expected=("ACC", "KVSAN"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._leave",
+                f"{SCHEDULER}._leave",
                 "for sequence in request.sequences.values():",
                 "for sequence in () if request.sequence.block_table"
                 " and not request.sequence.num_output_tokens and reached()"
