@@ -497,7 +497,7 @@ def _second_batch(source: random.Random, workload: Workload, vocab_size: int) ->
 
 def _few_tokens(source: random.Random, workload: Workload, vocab_size: int) -> Workload:
     def changed(sampling: SamplingSpec) -> SamplingSpec:
-        length = source.choice((0, 1, sampling.max_tokens))
+        length = source.choice((0, 0, 1, 1, sampling.max_tokens))
         if sampling.beam is not None or sampling.n > 1:
             length = max(1, length)
         return msgspec.structs.replace(
