@@ -83,7 +83,7 @@ def test_later_draws_come_in_addition_and_can_be_left_out() -> None:
         assert plain.settings.max_waiting_requests is None
         for request in plain.workload.requests:
             spec = request.sampling
-            assert not (spec.regex or spec.stop or spec.bad_words)
+            assert not any((spec.regex, spec.stop, spec.bad_words))
             assert spec.max_tokens >= 1
 
 
