@@ -98,7 +98,7 @@ FAULTS = (
     ),
     Fault(
         name="host-blocks-reused-at-once",
-        mechanism="host blocks are handed out again while they are copied back, after copies out",
+        mechanism="host blocks that are still to be copied back are handed out again",
         source="https://github.com/vllm-project/vllm/issues/46014",
         expected=("ACC", "KVSAN", "TOK"),
         patches=(
@@ -107,7 +107,7 @@ FAULTS = (
                 "self.discard(request, step_id)",
                 "self.discard(request, None)",
             ),
-            # A copy back reads too late only where those out of its step come first.
+            # As the workers of tensor models do; the exact model's copies out last.
             before(_EXACT, "self._cache.swap_in(step.swap_in)", _COPY_OUT, reached=False),
             Patch(_EXACT, _COPY_OUT, "pass", reached=False),
         ),
