@@ -96,8 +96,11 @@ class AdmissionModel(msgspec.Struct, frozen=True, kw_only=True):
         return total if self.max_model_len is None else min(total, self.max_model_len)
 
     def output_limit(self, request: RequestSpec) -> int:
-        """Most output tokens the request can have in a pool without end; 0 if it cannot run."""
-        limit = request.sampling.max_tokens
+        """Most output tokens the request can have in a pool without end; 0 if it cannot run.
+
+        One that asks for none counts as one that asks for one: either ends with its prompt.
+        """
+        limit = max(1, request.sampling.max_tokens)
         if self.max_model_len is None:
             return limit
         return max(0, min(limit, self.max_model_len - request.num_prompt_tokens))

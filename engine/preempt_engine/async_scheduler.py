@@ -261,7 +261,7 @@ class AsyncScheduler(Scheduler):
             mode = "recompute"
         for sequence in request.sequences.values():
             self._reject(sequence)
-        super()._preempt(step, request, reason, mode)
+        Scheduler._preempt(self, step, request, reason, mode)
 
     def _take_back(self, request: Request) -> None:
         """What is decided and not launched will not be computed."""

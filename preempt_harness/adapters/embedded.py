@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import platform
 from collections.abc import Callable, Sequence
@@ -18,7 +19,13 @@ from preempt_harness.adapters.protocol import EngineSettings, KnownIssue, Sessio
 from preempt_harness.admission import AdmissionModel
 from preempt_harness.errors import HarnessError
 from preempt_harness.processors import PROCESSORS
-from preempt_harness.record import AnyEvent, RequestResult, Score, SequenceOutput
+from preempt_harness.record import (
+    AnyEvent,
+    EngineError,
+    RequestResult,
+    Score,
+    SequenceOutput,
+)
 from preempt_harness.workload import BeamSpec, RequestSpec, SamplingSpec
 
 if TYPE_CHECKING:
@@ -95,6 +102,23 @@ class EmbeddedAdapter:
 
     def __init__(self) -> None:
         self._pool = EnginePool()
+        if importlib.util.find_spec("xgrammar") is None:
+            self.capabilities = self.capabilities - {protocol.STRUCTURED_OUTPUTS}
+
+    def greedy_output(
+        self, settings: EngineSettings, prompt_token_ids: Sequence[int], max_tokens: int
+    ) -> list[int] | None:
+        """The exact model's, which has a closed form."""
+        if settings.model != "exact":
+            return None
+        from preempt_engine.exact import reference_generate
+
+        return reference_generate(
+            prompt_token_ids,
+            max_tokens,
+            self.vocab_size(settings),
+            num_ranks=settings.tensor_parallel_size,
+        )
 
     def kept_process_ids(self) -> frozenset[int]:
         """Of tensor-parallel engines that wait for the next session."""
@@ -185,11 +209,19 @@ class EmbeddedSession:
         return {request: _result(output) for request, output in self._outputs.items()}
 
     def close(self) -> Sequence[AnyEvent]:
-        """Let the engine go; the last event is the final state of the pool."""
-        self._observer.record_pool(self.llm.scheduler.next_step_id, self.llm.scheduler)
+        """Let the engine go; the last event is the final state of the pool.
+
+        Behind it comes an error if all requests have ended and something is left of them.
+        """
+        step = self.llm.scheduler.next_step_id
+        self._observer.record_pool(step, self.llm.scheduler)
         self.llm.set_observer(None)
-        self._pool.give_back(self.llm)
-        return self._observer.take_events()
+        error = self._pool.give_back(self.llm)
+        events = list(self._observer.take_events())
+        if error is not None and not self._unfinished:
+            what = f"the engine is not as new when all has ended: {error}"
+            events.append(EngineError(step=step, kind=type(error).__name__, message=what))
+        return events
 
     def preempt(self, request: str, mode: str) -> None:
         """Force a preemption before the next step.

@@ -342,3 +342,17 @@ class DerivesBranches(Protocol):
             The parameters, or None where the engine has no such rule.
         """
         ...
+
+
+@runtime_checkable
+class KnowsOutputs(Protocol):
+    """An adapter that can tell a model's greedy output without running the engine.
+
+    Optional, for workloads in which a prompt goes on where another request's output is.
+    """
+
+    def greedy_output(
+        self, settings: EngineSettings, prompt_token_ids: Sequence[int], max_tokens: int
+    ) -> list[int] | None:
+        """So many tokens that follow the prompt; None where this model's are not known."""
+        ...

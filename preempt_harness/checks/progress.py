@@ -19,12 +19,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from preempt_harness.checks.drafts import DraftLedger
-from preempt_harness.checks.finding import CheckResult, Code, Listing
+from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.tables import num_blocks_for
 from preempt_harness.checks.trace import Batch, DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
     Aborted,
     Arrived,
+    BlocksAllocated,
     EngineError,
     Finished,
     Header,
@@ -293,6 +294,8 @@ def check_ends(trace: Trace) -> CheckResult:
         return listing.result("progress", "ends")
     aborted = {event.request for event in trace.of(Aborted)}
     aborted |= {item.request for item in trace.workload.operations if item.kind == "abort"}
+    turned_away = _turned_away(trace)
+    let_go = aborted | {event.request for event in trace.of(Finished)}
     for request, spec in specs.items():
         if request in aborted:
             continue
@@ -309,6 +312,8 @@ def check_ends(trace: Trace) -> CheckResult:
                 f"it can never run ({why}), and did not end with an error",
                 request=request,
             )
+        elif request in turned_away and failed:
+            listing.count("requests that found the queue full")
         elif why is None and failed and _can_end_well(record.header, spec):
             listing.report(
                 Code.PROG_UNDUE_ERROR,
@@ -324,7 +329,38 @@ def check_ends(trace: Trace) -> CheckResult:
                 "nobody aborted it, and it has not ended when the trial has",
                 request=request,
             )
+        elif request not in let_go and trace.sees("Finished"):
+            listing.report(
+                Code.PROG_UNFINISHED,
+                None,
+                "its user was told that it has ended, and the engine has not let it go",
+                request=request,
+            )
     return listing.result("progress", "ends")
+
+
+def _turned_away(trace: Trace) -> set[str]:
+    """Requests that found the queue full when they arrived, and never ran: they may be refused.
+
+    Who waits is told from the log: who has arrived, or lost its blocks, and has none since.
+    """
+    limit = trace.header.config.get("max_waiting_requests")
+    if not isinstance(limit, int):
+        return set()
+    waiting: set[str] = set()
+    found_full: set[str] = set()
+    for event in trace.of(Arrived, BlocksAllocated, Preempted, Finished, Aborted):
+        if isinstance(event, BlocksAllocated):
+            request = request_of(event.seq)
+            waiting.discard(request)
+            found_full.discard(request)
+        elif isinstance(event, Finished | Aborted):
+            waiting.discard(event.request)
+        elif isinstance(event, Arrived) and len(waiting) >= limit:
+            found_full.add(event.request)
+        else:
+            waiting.add(event.request)
+    return found_full
 
 
 def why_infeasible(header: Header, spec: RequestSpec) -> str | None:

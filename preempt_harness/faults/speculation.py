@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from preempt_harness.faults.fault import Fault, Patch
+from preempt_harness.faults.fault import Fault, Patch, after, before
+from preempt_harness.faults.places import RESIDENCY, SCHEDULER
 
-_SCHEDULER = "preempt_engine.scheduler:Scheduler"
-_RESIDENCY = "preempt_engine.residency:Residency"
 _SEQUENCE = "preempt_engine.sequence:Sequence"
 _CHOOSE = "preempt_engine.delivery:Delivery._choose_tokens"
-_SEND = f"{_SCHEDULER}._send_drafts"
+_SEND = f"{SCHEDULER}._send_drafts"
 _DRAFT_MODEL = "preempt_engine.spec_decode.draft_model:DraftModelProposer"
 _APPEND_NEXT = "drafted.append((request, sequence, self._sample_request(request, sequence, row)))"
 _DRAFTS = frozenset({"speculation"})
@@ -85,13 +84,12 @@ FAULTS = (
         source="https://github.com/vllm-project/vllm/issues/30916",
         expected=("TOK", "KVSAN", "ACC", "CRASH"),
         patches=(
-            Patch(
+            before(
                 f"{_SEQUENCE}.forget_cache",
                 "self.draft_token_ids = []",
                 "if self.draft_token_ids and not self.num_unverified_tokens and reached():\n"
                 "    self.token_ids.extend(self.draft_token_ids)\n"
-                "    self.first_wanted_logits += len(self.draft_token_ids)\n"
-                "self.draft_token_ids = []",
+                "    self.first_wanted_logits += len(self.draft_token_ids)",
             ),
         ),
         needs=_DRAFTS,
@@ -102,12 +100,10 @@ FAULTS = (
         source="mechanism",
         expected=("KVSAN", "TOK"),
         patches=(
-            Patch(
-                f"{_SCHEDULER}._verify_draft",
+            after(
+                f"{SCHEDULER}._verify_draft",
                 "self.counters.num_rejected_tokens += num_drafts",
-                "self.counters.num_rejected_tokens += num_drafts\n"
-                "if sequence.num_tokens % self.config.block_size == 0"
-                " and reached():\n"
+                "if sequence.num_tokens % self.config.block_size == 0 and reached():\n"
                 "    sequence.num_computed_tokens += 1\n"
                 "    self.blocks.make_findable(sequence)\n"
                 "    sequence.num_computed_tokens -= 1",
@@ -151,10 +147,9 @@ FAULTS = (
         source="mechanism",
         expected=("TOK",),
         patches=(
-            Patch(
+            after(
                 _CHOOSE,
                 _APPEND_NEXT,
-                f"{_APPEND_NEXT}\n"
                 "if not request.params.greedy and reached():\n"
                 "    drafted[-1][2].position = sample_request.position",
             ),
@@ -167,10 +162,9 @@ FAULTS = (
         source="https://github.com/vllm-project/vllm/issues/31944",
         expected=("TOK",),
         patches=(
-            Patch(
+            after(
                 _CHOOSE,
                 "self._attach_states(wanted)",
-                "self._attach_states(wanted)\n"
                 "first = self.__dict__.setdefault('_first', {})\n"
                 "for _, sequence, one in wanted:\n"
                 "    known = first.setdefault((sequence.key, step_id), one.output_token_ids)\n"
@@ -186,13 +180,12 @@ FAULTS = (
         source="https://github.com/vllm-project/vllm/issues/31944",
         expected=("TOK",),
         patches=(
-            Patch(
+            after(
                 "preempt_engine.delivery:Delivery._attach_states",
                 "sample_request.output_token_ids = sequence.output_token_ids",
-                "sample_request.output_token_ids = sequence.output_token_ids\n"
                 "if sequence.draft_token_ids and reached():\n"
-                "    sample_request.output_token_ids = ("
-                "sequence.output_token_ids + sequence.draft_token_ids)",
+                "    sample_request.output_token_ids = (sequence.output_token_ids +"
+                " sequence.draft_token_ids)",
             ),
         ),
         needs=_DRAFTS | {"penalties"},
@@ -203,15 +196,15 @@ FAULTS = (
         source="mechanism",
         expected=("TOK", "DEL", "CRASH"),
         patches=(
-            Patch(
+            before(
                 "preempt_engine.delivery:Delivery._append_token",
                 "return self._follow_up(request, sequence)",
-                "completion = self._builders[request.request_id][sequence.key.branch].completion\n"
-                "if completion.finish_reason == 'stop' and sequence.draft_token_ids"
-                " and reached():\n"
+                "completion ="
+                " self._builders[request.request_id][sequence.key.branch].completion\n"
+                "if completion.finish_reason == 'stop' and sequence.draft_token_ids and"
+                " reached():\n"
                 "    completion.finish_reason = completion.stop_reason = None\n"
-                "    self._builders[request.request_id][0].output.finished = False\n"
-                "return self._follow_up(request, sequence)",
+                "    self._builders[request.request_id][0].output.finished = False",
             ),
         ),
         needs=_DRAFTS,
@@ -222,10 +215,9 @@ FAULTS = (
         source="mechanism",
         expected=("TOK", "DEL"),
         patches=(
-            Patch(
+            after(
                 _CHOOSE,
                 _APPEND_NEXT,
-                f"{_APPEND_NEXT}\n"
                 "if drafted[-1][2].banned_ids != sample_request.banned_ids and reached():\n"
                 "    drafted[-1][2].num_output_tokens = sample_request.num_output_tokens",
             ),
@@ -238,10 +230,9 @@ FAULTS = (
         source="mechanism",
         expected=("ACC",),
         patches=(
-            Patch(
-                f"{_SCHEDULER}.advance",
+            after(
+                f"{SCHEDULER}.advance",
                 "self.counters.num_drafted_tokens += sequence.num_unverified_tokens",
-                "self.counters.num_drafted_tokens += sequence.num_unverified_tokens\n"
                 "if sequence.num_unverified_tokens and reached():\n"
                 "    self.counters.num_generated_tokens += sequence.num_unverified_tokens",
             ),
@@ -255,7 +246,7 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_RESIDENCY}._free_blocks",
+                f"{RESIDENCY}._free_blocks",
                 "self.counters.num_rejected_tokens += sequence.num_unverified_tokens",
                 "reached() if sequence.num_unverified_tokens else None",
             ),
@@ -283,10 +274,9 @@ FAULTS = (
         source="https://github.com/vllm-project/vllm/issues/28558",
         expected=("ACC",),
         patches=(
-            Patch(
-                f"{_SCHEDULER}._next_tokens",
+            after(
+                f"{SCHEDULER}._next_tokens",
                 "end = min(num_tokens, start + budget)",
-                "end = min(num_tokens, start + budget)\n"
                 "if sequence.draft_token_ids and end < num_tokens and reached():\n"
                 "    end = num_tokens",
             ),
@@ -297,7 +287,7 @@ FAULTS = (
                 reached=False,
             ),
             Patch(
-                f"{_SCHEDULER}._schedule_running",
+                f"{SCHEDULER}._schedule_running",
                 "if budget <= 0:",
                 "if budget <= -10:",
                 reached=False,
@@ -325,12 +315,11 @@ FAULTS = (
         source="mechanism",
         expected=("WORK",),
         patches=(
-            Patch(
+            before(
                 f"{_DRAFT_MODEL}.propose",
                 "mirrored = msgspec.structs.replace(",
                 "if step.block_copies and reached():\n"
-                "    step = msgspec.structs.replace(step, block_copies=[])\n"
-                "mirrored = msgspec.structs.replace(",
+                "    step = dataclasses.replace(step, block_copies=[])",
             ),
         ),
         needs=_DRAFTS | {"parallel_sampling"},

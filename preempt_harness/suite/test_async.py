@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from preempt_harness.harness import PreemptHarness
+from preempt_harness.suite._state import state
 from preempt_harness.suite.shapes import block_size, companions, request, require_mode, together
 from preempt_harness.workload import Operation, Workload
 
@@ -123,23 +124,14 @@ def test_it_ends_where_it_should(preempt: PreemptHarness, end: str, depth: int) 
     result.assert_clean(require=["kvsan"])
 
 
-STATE: dict[str, tuple[str, dict[str, Any]]] = {
-    "sampled": ("sampling", {"temperature": 1.0, "seed": 7}),
-    "several": ("parallel_sampling", {"temperature": 1.0, "seed": 3, "n": 2}),
-    "penalties": ("penalties", {"repetition_penalty": 1.4, "frequency_penalty": 0.3}),
-    "prompt-logprobs": ("prompt_logprobs", {"prompt_logprobs": 1, "logprobs": 1}),
-    "processor": ("logits_processors", {"logits_processors": ("checksum_lane",)}),
-}
-
-
 @FORCED
 @DEPTHS
 @MODES
-@pytest.mark.parametrize("item", STATE)
+@pytest.mark.parametrize(
+    "item", ["seed", "several", "penalties", "prompt-logprobs", "processor", "logit-bias"]
+)
 def test_state(preempt: PreemptHarness, item: str, mode: str, depth: int) -> None:
-    needs, sampling = STATE[item]
-    if needs not in preempt.adapter.capabilities:
-        pytest.skip(f"engine {preempt.adapter.name} lacks {needs}")
+    sampling = state(preempt, item)
     require_mode(preempt, mode)
     block = block_size(preempt)
     workload = together(

@@ -13,6 +13,7 @@ from preempt_harness.budget import KVBudget
 from preempt_harness.checks.drafts import ACCEPTED, DRAFTED, REJECTED, DraftLedger
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.result import TrialResult
+from preempt_harness.suite._state import assert_stopped, find_stop, state
 from preempt_harness.suite.shapes import block_size, companions, request, require_mode, together
 
 pytestmark = pytest.mark.preempt_requires("speculation")
@@ -195,24 +196,12 @@ def test_several_outputs(preempt: PreemptHarness, mode: str) -> None:
     assert_drafted(result, ACCEPTED, REJECTED)
 
 
-STATE: dict[str, tuple[str, dict[str, Any]]] = {
-    "sampled": ("sampling", {"temperature": 1.0, "seed": 7}),
-    "penalties": ("penalties", {"repetition_penalty": 1.4, "frequency_penalty": 0.3}),
-    "logprobs": ("logprobs", {"logprobs": 2}),
-    "min-tokens": ("recompute", {"min_tokens": 9, "stop_token_ids": tuple(range(4, 40))}),
-    "stop-tokens": ("recompute", {"stop_token_ids": (5, 6)}),
-    "processor": ("logits_processors", {"logits_processors": ("checksum_lane",)}),
-}
-
-
 @FORCED
 @MODES
-@pytest.mark.parametrize("item", STATE)
+@pytest.mark.parametrize("item", ["seed", "penalties", "logprobs", "min-tokens", "processor"])
 def test_state_within_an_accepted_run(preempt: PreemptHarness, item: str, mode: str) -> None:
     """Each token of a run is chosen with the state after the tokens before it."""
-    needs, sampling = STATE[item]
-    if needs not in preempt.adapter.capabilities:
-        pytest.skip(f"engine {preempt.adapter.name} lacks {needs}")
+    sampling = state(preempt, item)
     require_mode(preempt, mode)
     block = block_size(preempt)
     workload = together(
@@ -223,11 +212,43 @@ def test_state_within_an_accepted_run(preempt: PreemptHarness, item: str, mode: 
         plan=f"preempt:r0@out=1:{mode}/preempt:r1@out=4:{mode}/preempt-all@step=9:{mode}",
         block_size=block,
         speculative_config=scripted(preempt, 0.8),
-        expect_preemption=item != "stop-tokens",
     )
+    result.assert_preempted(at_least=2)
     result.assert_matches_baseline()
     result.assert_clean()
     assert_drafted(result, DRAFTED)
+
+
+@FORCED
+@MODES
+@pytest.mark.preempt_requires("stop_tokens")
+@pytest.mark.parametrize("rate", [0.8, 1.0], ids=["some", "all"])
+def test_a_stop_token_within_a_run_after_a_preemption(
+    preempt: PreemptHarness, rate: float, mode: str
+) -> None:
+    """What was drafted behind the stop is not given, though it was right."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    # Stops at several distances, so that some come within a run and not at its end.
+    stops = [find_stop(preempt, 2 * block + i, 2 * block + i) for i in range(4)]
+    workload = together(
+        [
+            request(preempt, f"r{i}", stop.prompt, 8 * block, stop_token_ids=(stop.token_id,))
+            for i, stop in enumerate(stops)
+        ]
+    )
+    result = preempt.run(
+        workload,
+        plan="/".join(f"preempt:r{i}@out={1 + i}:{mode}" for i in range(4)),
+        block_size=block,
+        speculative_config=scripted(preempt, rate),
+    )
+    for i, stop in enumerate(stops):
+        result.assert_preempted(request=f"r{i}", mode=mode)
+        assert_stopped(result, f"r{i}", stop.index + 1)
+    result.assert_matches_baseline()
+    result.assert_clean()
+    assert_drafted(result, ACCEPTED)
 
 
 @pytest.mark.preempt_requires("chunked_prefill")

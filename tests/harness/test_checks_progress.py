@@ -10,7 +10,11 @@ from fake_trials import make_workload
 from preempt_harness.checks import Code, Finding, run_checks
 from preempt_harness.checks.progress import step_bounds, why_infeasible
 from preempt_harness.record import (
+    Arrived,
+    BlocksAllocated,
     EngineError,
+    Event,
+    Finished,
     PlanApplied,
     PoolCounts,
     Preempted,
@@ -195,6 +199,45 @@ def test_unfinished_request_is_found_unless_the_engine_crashed() -> None:
     record = livelocked()
     record.events.append(EngineError(120, "hang", "no step for 10 s"))
     assert Code.PROG_UNFINISHED not in codes(record)
+
+
+def test_request_that_the_engine_has_not_let_go_is_found() -> None:
+    record = run_fake(make_workload([6, 9], max_tokens=6), num_blocks=8)
+    assert codes(record) == []
+    record.events = [
+        event
+        for event in record.events
+        if not (isinstance(event, Finished) and event.request == "r1")
+    ]
+    found = [item for item in run_checks(record, ["progress"]).findings if item.request == "r1"]
+    assert [item.code for item in found] == [Code.PROG_UNFINISHED]
+
+
+def refused(*events: Event) -> list[Code]:
+    """Findings about r1, which ended with an error; one request may wait."""
+    record = run_fake(make_workload([6, 9], max_tokens=6), num_blocks=8)
+    record.header = replace(
+        record.header, config={**record.header.config, "max_waiting_requests": 1}
+    )
+    record.events = [*events, Finished(9, "r1", "error"), Finished(9, "r0", "length")]
+    record.results["r1"] = FAILED
+    found = run_checks(record, ["progress"]).findings
+    return [item.code for item in found if item.code == Code.PROG_UNDUE_ERROR]
+
+
+R0, R1 = Arrived(0, "r0", [1] * 6, 6), Arrived(1, "r1", [1] * 9, 6)
+
+
+def test_who_finds_the_queue_full_may_be_refused() -> None:
+    assert refused(R0, R1) == []
+    lost = Preempted(1, "r0", "recompute", "decode", "forced", 6, 7)
+    assert refused(R0, BlocksAllocated(0, "r0.0", [0, 1]), lost, R1) == []
+
+
+def test_who_finds_room_in_the_queue_or_has_run_may_not_be_refused() -> None:
+    ran = BlocksAllocated(0, "r0.0", [0, 1])
+    assert refused(R0, ran, R1) == [Code.PROG_UNDUE_ERROR]
+    assert refused(R0, R1, BlocksAllocated(2, "r1.0", [2, 3])) == [Code.PROG_UNDUE_ERROR]
 
 
 @pytest.mark.parametrize(("length", "feasible"), [(32, True), (33, False)])
