@@ -45,7 +45,7 @@ class AsyncScheduler(Scheduler):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.flights = Flights(self.residency)
-        self._rows: list[Row] = []  # of the step that is being decided
+        self._flight_rows: list[Row] = []  # of the step that is being decided
 
     def schedule(self) -> SchedulerOutput:
         """Decide a step behind all that are decided; without `has_work` it is not to be launched.
@@ -55,13 +55,13 @@ class AsyncScheduler(Scheduler):
         counters = self.counters
         before = {name: getattr(counters, name) for name in _WORK_COUNTERS}
         num_preemptions = counters.num_preemptions
-        self._rows = []
+        self._flight_rows = []
         step = Scheduler.schedule(self)
         counts = {name: getattr(counters, name) - before[name] for name in _WORK_COUNTERS}
         for name, value in before.items():
             setattr(counters, name, value)
         if step.has_work:
-            self.flights.queued.append(Flight(step, self._rows, counts))
+            self.flights.queued.append(Flight(step, self._flight_rows, counts))
         elif counters.num_preemptions == num_preemptions and self.flights:
             self.residency.next_step_id -= 1
         return step
@@ -129,10 +129,11 @@ class AsyncScheduler(Scheduler):
 
     # Deciding -----------------------------------------------------------------------------------
 
-    def _schedule_tokens(self, step: SchedulerOutput, sequence: Sequence, end: int) -> None:
-        super()._schedule_tokens(step, sequence, end)
-        request = self.requests[sequence.key.request_id]
-        self._rows.append(
+    def _schedule_tokens(
+        self, step: SchedulerOutput, request: Request, sequence: Sequence, end: int
+    ) -> None:
+        super()._schedule_tokens(step, request, sequence, end)
+        self._flight_rows.append(
             Row(
                 request,
                 sequence,

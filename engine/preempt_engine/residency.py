@@ -132,7 +132,7 @@ class Residency:
         if leader is not None:
             self.blocks.share(sequence, leader.block_table[: placement.num_leader_blocks])
             num_tokens = placement.num_leader_blocks * self.config.block_size
-            leader.followers.append((sequence, num_tokens))
+            leader.followers = (*leader.followers, (sequence, num_tokens))
             sequence.follows = True
         num_shared = len(sequence.block_table)
         self.blocks.grow(sequence, sequence.num_tokens)
@@ -266,6 +266,7 @@ class Residency:
         """One of the request's sequences has ended; the others go on."""
         self._free_blocks(self.next_step_id - 1, sequence, self.step_in_flight)
         del request.sequences[sequence.key.branch]
+        request.sequence = next(iter(request.sequences.values()), sequence)
 
     def _free_blocks(self, step_id: int, sequence: Sequence, step_in_flight: int | None) -> None:
         if sequence.block_table and self.observer is not None:

@@ -73,6 +73,9 @@ class Scheduler:
         self.controller = controller
         self._room_made_for: Request | None = None  # victims of the last step are copied for it
         self._forced: dict[str, PreemptionMode | None] = {}
+        # Whose the rows of the step are that was decided last, so that nobody is looked up again.
+        self._requests: list[Request | None] = []
+        self._sequences: list[Sequence] = []
 
     @property
     def observer(self) -> EngineObserver | None:
@@ -156,6 +159,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Decide the next step; without `has_work` it need not be executed."""
         step = SchedulerOutput(step_id=self.next_step_id)
+        self._requests, self._sequences = [], []
         self.residency.next_step_id += 1
         forced = self._take_forced(step.step_id)
         for request, mode in forced:
@@ -183,21 +187,19 @@ class Scheduler:
             ran. What was computed for that one is of no use: it is computed again, and gives the
             same.
         """
-        requests: list[Request | None] = []
-        for item in step.scheduled:
-            request_id, branch = item.key
-            request = self.requests.get(request_id)
-            sequence = request.sequences.get(branch) if request is not None else None
-            if sequence is None or not sequence.known_to_workers:
-                requests.append(None)
+        requests, block_size = self._requests, self.config.block_size
+        rows = zip(step.scheduled, self._sequences, strict=True)
+        for row, (item, sequence) in enumerate(rows):
+            if not sequence.known_to_workers:
+                requests[row] = None
                 continue
-            requests.append(request)
             sequence.set_computed(item.end)
             if sequence.draft_token_ids:
                 self.counters.num_drafted_tokens += sequence.num_unverified_tokens
             if sequence.followers:
                 sequence.release_followers()
-            self.blocks.make_findable(sequence)
+            if item.end >= (sequence.num_findable_blocks + 1) * block_size:
+                self.blocks.make_findable(sequence)
             sequence.num_steps_since_admission += 1
             if item.start < sequence.num_prefill_tokens:
                 sequence.num_chunks += 1
@@ -242,17 +244,19 @@ class Scheduler:
         A step that takes blocks away, or lacks blocks, admits nobody.
         """
         blocks_are_short = False
-        index = 0
-        while index < len(self.running) and budget > 0:
-            request = self.running[index]
-            index += 1
+        for request in self.running:  # victims go from its end
+            if budget <= 0:
+                break
+            if request.num_seqs == 1 and (num_tokens := self._go_on(step, request, budget)):
+                budget -= num_tokens
+                continue
             work = self._next_tokens(request, budget)
             num_blocks = self.blocks.num_to_write(work)
             if num_blocks > self.blocks.num_available_blocks:
                 blocks_are_short = True
                 if not self._make_room(step, request, num_blocks):
                     continue
-            budget -= self._schedule_work(step, work, num_blocks)
+            budget -= self._schedule_work(step, request, work, num_blocks)
         return 0 if blocks_are_short else budget
 
     def _schedule_waiting(self, step: SchedulerOutput, budget: int) -> None:
@@ -265,7 +269,31 @@ class Scheduler:
             if num_seqs > self.config.max_num_seqs or not self._admit(step, request):
                 return
             work = self._next_tokens(request, budget)
-            budget -= self._schedule_work(step, work, self.blocks.num_to_write(work))
+            num_blocks = self.blocks.num_to_write(work)
+            budget -= self._schedule_work(step, request, work, num_blocks)
+
+    def _go_on(self, step: SchedulerOutput, request: Request, budget: int) -> int:
+        """Compute what is left of the only sequence of a request, if nothing has to be weighed up.
+
+        That is what most requests do in most steps: the blocks are there, and the budget lasts.
+        Nothing is copied on write: a block that is not full is shared by branches of one request
+        only, and there is but one.
+
+        Returns:
+            The number of tokens; 0 when it is not as simple as that.
+        """
+        sequence = request.sequence
+        start, end = sequence.num_computed_tokens, len(sequence.token_ids)
+        if (
+            end > len(sequence.block_table) * self.config.block_size
+            or end - start > budget
+            or sequence.draft_token_ids
+            or sequence.follows
+            or start == end
+        ):
+            return 0
+        self._schedule_tokens(step, request, sequence, end)
+        return end - start
 
     @staticmethod
     def _next_tokens(request: Request, budget: int) -> Work:
@@ -283,44 +311,52 @@ class Scheduler:
                 break
         return work
 
-    def _schedule_work(self, step: SchedulerOutput, work: Work, num_blocks: int) -> int:
+    def _schedule_work(
+        self, step: SchedulerOutput, request: Request, work: Work, num_blocks: int
+    ) -> int:
         """Compute tokens; so many blocks are there for them. Returns the number of tokens."""
         num_tokens = 0
         for sequence, end in work:
             if num_blocks:
                 self.residency.extend_table(step, sequence, end)
             num_tokens += end - sequence.num_computed_tokens
-            self._schedule_tokens(step, sequence, end)
+            self._schedule_tokens(step, request, sequence, end)
         return num_tokens
 
-    def _schedule_tokens(self, step: SchedulerOutput, sequence: Sequence, end: int) -> None:
+    def _schedule_tokens(
+        self, step: SchedulerOutput, request: Request, sequence: Sequence, end: int
+    ) -> None:
         """Compute the sequence's next tokens, up to `end`; blocks for them are there."""
-        start = sequence.num_computed_tokens
+        start, table = sequence.num_computed_tokens, sequence.block_table
+        wanted = sequence.first_wanted_logits
         counters = self.counters
         counters.num_computed_tokens += end - start
         if start < sequence.max_computed_tokens:
             counters.num_recomputed_tokens += min(end, sequence.max_computed_tokens) - start
-        step.scheduled.append(
-            ScheduledSequence(
-                sequence.key,
-                start,
-                end,
-                min(max(start, sequence.first_wanted_logits), end),
-                not sequence.known_to_workers,
-                sequence.token_ids[sequence.num_sent_tokens :],
-                sequence.block_table[sequence.num_sent_blocks :],
-                sequence.num_stale_blocks,
-                sequence.full_logits,
-            )
+        item = ScheduledSequence(
+            sequence.key,
+            start,
+            end,
+            start if wanted < start else wanted if wanted < end else end,
+            not sequence.known_to_workers,
+            sequence.token_ids[sequence.num_sent_tokens :],
+            sequence.block_table[sequence.num_sent_blocks :]
+            if sequence.num_sent_blocks < len(table)
+            else (),
+            sequence.num_stale_blocks,
+            sequence.full_logits,
         )
+        step.scheduled.append(item)
+        self._requests.append(request)
+        self._sequences.append(sequence)
         if sequence.draft_token_ids or sequence.num_stale_tokens:
-            self._send_drafts(step.scheduled[-1], sequence)
+            self._send_drafts(item, sequence)
         sequence.known_to_workers = True
         sequence.num_sent_tokens = len(sequence.token_ids)
-        sequence.num_sent_blocks = len(sequence.block_table)
+        sequence.num_sent_blocks = len(table)
         sequence.num_stale_blocks = 0
-        if self.observer is not None:
-            self._report_scheduled(step, step.scheduled[-1])
+        if self.residency.observer is not None:
+            self._report_scheduled(step, item)
 
     def _report_scheduled(self, step: SchedulerOutput, item: ScheduledSequence) -> None:
         if self.observer is not None:

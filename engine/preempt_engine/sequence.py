@@ -73,6 +73,7 @@ class Sequence:
         num_steps_since_admission: steps since the last admission, or swap-in.
     """
 
+    # What every step touches comes first: then it lies together in memory.
     key: SequenceKey
     token_ids: list[int]
     num_prompt_tokens: int
@@ -80,23 +81,23 @@ class Sequence:
     full_logits: bool = True
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
-    swapped_table: list[int] = field(default_factory=list)
-    block_digests: list[bytes] = field(default_factory=list)
-    num_findable_blocks: int = 0
-    cache_epoch: int = 0
-    followers: list[tuple[Sequence, int]] = field(default_factory=list)
-    follows: bool = False
     draft_token_ids: list[int] = field(default_factory=list)
-    incarnation: int = 0
+    follows: bool = False
+    followers: tuple[tuple[Sequence, int], ...] = ()
     num_sent_tokens: int = 0
     num_sent_blocks: int = 0
     num_stale_tokens: int = 0
     num_stale_blocks: int = 0
     known_to_workers: bool = False
     max_computed_tokens: int = 0
+    num_findable_blocks: int = 0
     num_prefill_tokens: int = 0
-    num_chunks: int = 0
     num_steps_since_admission: int = 0
+    num_chunks: int = 0
+    swapped_table: list[int] = field(default_factory=list)
+    block_digests: list[bytes] = field(default_factory=list)
+    cache_epoch: int = 0
+    incarnation: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -174,7 +175,7 @@ class Sequence:
             else:
                 follower.set_computed(num_tokens)
                 follower.follows = False
-        self.followers = waiting
+        self.followers = tuple(waiting)
 
     def fork(self, key: SequenceKey) -> Self:
         """A branch with the same history; its blocks are the block manager's business."""
@@ -212,7 +213,7 @@ class Sequence:
         self.block_table = []
         self.swapped_table = []
         self.num_findable_blocks = 0
-        self.followers = []
+        self.followers = ()
         self.follows = False
         self.draft_token_ids = []
         self.incarnation += 1
@@ -235,6 +236,7 @@ class Request:
         params: how to sample or search, and until when.
         seed: of the request's noise.
         sequences: its live branches by number; a branch that ended or was dropped is not there.
+        sequence: the first of them; the last that there was when none is left.
         max_output_tokens: no branch gets more, by `max_tokens`, the model's length and the pool.
         num_seqs: sequences it counts for: `n` less the branches that ended, or the beam width.
         next_branch: number of the next fork; numbers are not used twice.
@@ -253,6 +255,7 @@ class Request:
     params: SamplingParams | BeamSearchParams
     seed: int
     sequences: dict[int, Sequence]
+    sequence: Sequence
     max_output_tokens: int
     num_seqs: int
     priority: int = 0
@@ -293,6 +296,7 @@ class Request:
             params=params,
             seed=seed,
             sequences={0: sequence},
+            sequence=sequence,
             max_output_tokens=params.max_tokens,
             num_seqs=params.num_sequences,
             priority=priority,
@@ -300,11 +304,6 @@ class Request:
             num_to_score=num_to_score,
             reads_prompt=score_from is not None or params.max_tokens == 0,
         )
-
-    @property
-    def sequence(self) -> Sequence:
-        """The first live branch."""
-        return next(iter(self.sequences.values()))
 
     @property
     def precedence(self) -> tuple[int, int]:

@@ -45,9 +45,8 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_SCHEDULER}._schedule_tokens",
-                "min(max(start, sequence.first_wanted_logits), end)",
-                "min(max(start, sequence.first_wanted_logits),"
-                " end - (end < sequence.num_tokens and reached()))",
+                "wanted if wanted < end else end,",
+                "wanted if wanted < end else end - (end < sequence.num_tokens and reached()),",
             ),
         ),
     ),
@@ -85,9 +84,10 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_SCHEDULER}._schedule_running",
-                "budget -= self._schedule_work(step, work, num_blocks)",
-                "self._schedule_work(step, work, num_blocks)",
+                "budget -= self._schedule_work(step, request, work, num_blocks)",
+                "self._schedule_work(step, request, work, num_blocks)",
             ),
+            Patch(f"{_SCHEDULER}._schedule_running", "budget -= num_tokens", "budget -= 0"),
         ),
     ),
     Fault(
@@ -114,7 +114,7 @@ FAULTS = (
             Patch(
                 f"{_SCHEDULER}.advance",
                 "sequence.set_computed(item.end)",
-                "sequence.set_computed(0 if request.num_preemptions"
+                "sequence.set_computed(0 if self._requests[row].num_preemptions"
                 " and item.end < sequence.num_tokens and reached() else item.end)",
             ),
         ),

@@ -23,8 +23,9 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_SCHEDULER}._schedule_running",
-                "request = self.running[index]",
-                "request = self.running[-1 - index]",
+                "for request in self.running:",
+                "for request in (self.running[-1 - index] for index in range(len(self.running))"
+                " if index < len(self.running)):",
             ),
         ),
     ),

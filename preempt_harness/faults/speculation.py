@@ -303,8 +303,8 @@ FAULTS = (
             ),
             Patch(
                 f"{_SCHEDULER}._schedule_running",
-                "while index < len(self.running) and budget > 0:",
-                "while index < len(self.running) and budget > -10:",
+                "if budget <= 0:",
+                "if budget <= -10:",
                 reached=False,
             ),
         ),
@@ -332,10 +332,10 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_DRAFT_MODEL}.propose",
-                "mirrored = dataclasses.replace(",
+                "mirrored = msgspec.structs.replace(",
                 "if step.block_copies and reached():\n"
-                "    step = dataclasses.replace(step, block_copies=[])\n"
-                "mirrored = dataclasses.replace(",
+                "    step = msgspec.structs.replace(step, block_copies=[])\n"
+                "mirrored = msgspec.structs.replace(",
             ),
         ),
         needs=_DRAFTS | {"parallel_sampling"},
@@ -348,10 +348,10 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_DRAFT_MODEL}._follow",
-                "return dataclasses.replace(\n    item,",
-                "return dataclasses.replace(\n"
+                "return msgspec.structs.replace(\n    item,",
+                "return msgspec.structs.replace(\n"
                 "    item if not (item.reset and wanted is not None and item.end > item.start + 1"
-                " and reached()) else dataclasses.replace(item, start=item.end - 1),",
+                " and reached()) else msgspec.structs.replace(item, start=item.end - 1),",
             ),
         ),
         needs=_DRAFTS,

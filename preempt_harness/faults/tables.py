@@ -33,6 +33,12 @@ FAULTS = (
                 "growth = -(-end // size) - len(table)",
                 "growth = -(-(end + 1) // size) - len(table)",
             ),
+            Patch(
+                f"{_SCHEDULER}._go_on",
+                "end > len(sequence.block_table) * self.config.block_size",
+                "end >= len(sequence.block_table) * self.config.block_size",
+                reached=False,
+            ),
         ),
     ),
     Fault(
