@@ -29,7 +29,7 @@ class Panel(NamedTuple):
 
 
 def plot(panels: Sequence[Panel], unit: str) -> str:
-    """Panels in a row, with one logarithmic vertical axis for all.
+    """Panels, two in a row, with one logarithmic vertical axis for all.
 
     Args:
         panels: what to show; lines of the same name have the same colour.
@@ -42,18 +42,20 @@ def plot(panels: Sequence[Panel], unit: str) -> str:
         10 ** math.floor(math.log10(min(heights))),
         10 ** math.ceil(math.log10(max(heights))),
     )
-    width, height = _WIDTH * len(panels), _HEIGHT + _LEGEND
+    across, down = min(2, len(panels)), -(-len(panels) // 2)
+    width, height = _WIDTH * across, _HEIGHT * down + _LEGEND
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for index, panel in enumerate(panels):
-        parts.append(f'<g transform="translate({index * _WIDTH} 0)">')
-        parts += _panel(panel, colours, low, high, unit if index == 0 else "")
+        row, column = divmod(index, 2)
+        parts.append(f'<g transform="translate({column * _WIDTH} {row * _HEIGHT})">')
+        parts += _panel(panel, colours, low, high, unit)
         parts.append("</g>")
     for index, (name, colour) in enumerate(colours.items()):
-        x, y = _LEFT + 160 * index, _HEIGHT + 14
+        x, y = _LEFT + 120 * index, height - 10
         parts.append(_line((x, y), (x + 20, y), colour, 2))
         parts.append(_text(x + 26, y + 4, name))
     return "\n".join([*parts, "</svg>", ""])

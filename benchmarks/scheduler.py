@@ -143,7 +143,7 @@ def tables(repeats: int) -> dict[str, Table]:
             },
         ),
         "mixed": Table(
-            title="decode, and every step one request of 1,000 tokens takes another's place",
+            title="decode, one of 1,000 tokens admitted a step",
             axis="running",
             cases={running: turnover(running) for running in (16, 64, 256, 1024)},
         ),

@@ -13,6 +13,7 @@ import argparse
 import gc
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -76,11 +77,11 @@ def _nothing(*arguments: object) -> None: ...
 def bare(trial: Trial, adapter: EngineAdapter) -> None:
     """The loop alone."""
     session = adapter.open(trial.settings)
-    requests = sorted(trial.workload.requests, key=lambda item: item.arrival_step, reverse=True)
+    requests = deque(sorted(trial.workload.requests, key=lambda item: item.arrival_step))
     step = 0
     while requests or session.unfinished():
-        while requests and requests[-1].arrival_step <= step:
-            session.submit(requests.pop())
+        while requests and requests[0].arrival_step <= step:
+            session.submit(requests.popleft())
         session.poll(0)
         step += 1
     session.results()

@@ -73,7 +73,7 @@ class Scheduler:
         self.controller = controller
         self._room_made_for: Request | None = None  # victims of the last step are copied for it
         self._forced: dict[str, PreemptionMode | None] = {}
-        # Of the step that was decided last, row by row.
+        # Whose the rows of the step are that was decided last, so that nobody is looked up again.
         self._requests: list[Request | None] = []
         self._sequences: list[Sequence] = []
 
@@ -284,8 +284,9 @@ class Scheduler:
     def _go_on(self, step: SchedulerOutput, request: Request, budget: int) -> int:
         """Compute what is left of the only sequence of a request, if nothing has to be weighed up.
 
-        That is what most requests do in most steps: the blocks are there, nobody shares the one
-        that is written to, and the budget lasts.
+        That is what most requests do in most steps: the blocks are there, and the budget lasts.
+        Nothing is copied on write: a block that is not full is shared by branches of one request
+        only, and there is but one.
 
         Returns:
             The number of tokens; 0 when it is not as simple as that.
