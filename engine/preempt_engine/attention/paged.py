@@ -9,6 +9,9 @@ from torch import Tensor
 
 from preempt_engine.attention.protocol import AttentionMetadata, LayerKVCache
 
+# Reads up to this many tokens are padded to each other.
+_SHORT_READ = 256
+
 
 @dataclass(frozen=True, slots=True)
 class QueryGroup:
@@ -21,7 +24,8 @@ class QueryGroup:
         positions: int64 [N, L], position of each query.
         block_tables: int32 [N, B].
         read_len_max: longest read of the group.
-        causal_from_zero: one sequence whose queries are all positions that it reads.
+        read_len_min: shortest read of the group.
+        causal_from_zero: each sequence's queries are all positions that it reads.
     """
 
     rows: slice | Tensor
@@ -30,6 +34,7 @@ class QueryGroup:
     positions: Tensor
     block_tables: Tensor
     read_len_max: int
+    read_len_min: int
     causal_from_zero: bool
 
     def take(self, tokens: Tensor) -> Tensor:
@@ -47,46 +52,48 @@ class QueryGroup:
 
 
 def split_into_groups(metadata: AttentionMetadata) -> list[QueryGroup]:
-    """One group of all sequences with a single query (decode), one group per longer chunk."""
-    query_lens = metadata.query_lens
-    decoding = [i for i, length in enumerate(query_lens) if length == 1]
-    groups = [_decode(metadata, decoding)] if decoding else []
-    groups += [_chunk(metadata, i, length) for i, length in enumerate(query_lens) if length > 1]
-    return groups
+    """As few groups as waste little: equally many queries, and reads of similar length."""
+    members: dict[tuple[int, int, bool], list[int]] = {}
+    for i, (length, read_len) in enumerate(
+        zip(metadata.query_lens, metadata.read_lens, strict=True)
+    ):
+        whole = length == read_len > 1
+        members.setdefault((length, _padded_read(read_len), whole), []).append(i)
+    return [_group(metadata, rows, key[0], key[2]) for key, rows in members.items()]
 
 
-def _decode(metadata: AttentionMetadata, members: list[int]) -> QueryGroup:
+def _padded_read(read_len: int) -> int:
+    """A power of two. Short reads are all alike: one more group costs more than their padding."""
+    return max(_SHORT_READ, 1 << (read_len - 1).bit_length())
+
+
+def _group(
+    metadata: AttentionMetadata, members: list[int], length: int, whole: bool
+) -> QueryGroup:
     device = metadata.slot_mapping.device
-    read_len_max = max(metadata.read_lens[i] for i in members)
+    read_lens = [metadata.read_lens[i] for i in members]
+    first, read_len_max = members[0], max(read_lens)
     tables = metadata.block_tables[:, : -(-read_len_max // metadata.block_size)]
-    rows: slice | Tensor = slice(0, len(members))
-    if len(members) < metadata.num_sequences:
-        rows = torch.tensor([metadata.query_start[i] for i in members], device=device)
+    ends = torch.tensor(read_lens, device=device)
+    offsets = torch.arange(length, device=device)
+    rows: slice | Tensor
+    if members == list(range(first, first + len(members))):
+        start = metadata.query_start[first]
+        rows = slice(start, start + length * len(members))
+        tables = tables[first : first + len(members)]
+    else:
+        starts = torch.tensor([metadata.query_start[i] for i in members], device=device)
+        rows = (starts[:, None] + offsets).reshape(-1)
         tables = tables.index_select(0, torch.tensor(members, device=device))
-    last = torch.tensor([metadata.read_lens[i] - 1 for i in members], device=device)
     return QueryGroup(
         rows=rows,
         num_sequences=len(members),
-        query_len=1,
-        positions=last[:, None],
+        query_len=length,
+        positions=ends[:, None] - length + offsets,
         block_tables=tables,
         read_len_max=read_len_max,
-        causal_from_zero=False,
-    )
-
-
-def _chunk(metadata: AttentionMetadata, i: int, length: int) -> QueryGroup:
-    first, read_len = metadata.query_start[i], metadata.read_lens[i]
-    num_blocks = -(-read_len // metadata.block_size)
-    device = metadata.slot_mapping.device
-    return QueryGroup(
-        rows=slice(first, first + length),
-        num_sequences=1,
-        query_len=length,
-        positions=torch.arange(read_len - length, read_len, device=device)[None],
-        block_tables=metadata.block_tables[i : i + 1, :num_blocks],
-        read_len_max=read_len,
-        causal_from_zero=length == read_len,
+        read_len_min=min(read_lens),
+        causal_from_zero=whole,
     )
 
 
