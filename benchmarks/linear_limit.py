@@ -8,6 +8,7 @@ attention, no sampling, no Python between layers. What the engine needs beyond t
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,20 +57,20 @@ class LinearLimit:
         self.inputs: dict[tuple[int, int], Tensor] = {}
 
     @torch.inference_mode()
-    def seconds(self, schedule: Schedule) -> float:
-        """Time of all products of all steps; the inputs are made before."""
+    def seconds(self, schedule: Schedule, clock: Callable[[], float] = time.perf_counter) -> float:
+        """Time of all products of all steps, in seconds of `clock`; the inputs are made before."""
         padded = self.row_plan.padded
         steps = [(padded(tokens), padded(logits)) for tokens, logits in schedule]
         for layer in (*self.body, self.head):
             for rows in {rows for step in steps for rows in step}:
                 self._input(rows, layer)
-        started = time.perf_counter()
+        started = clock()
         for tokens, logits in steps:
             for layer in self.body:
                 layer.local(self._input(tokens, layer))
             if logits:
                 self.head.local(self._input(logits, self.head))
-        return time.perf_counter() - started
+        return clock() - started
 
     def _input(self, rows: int, layer: Linear) -> Tensor:
         key = (rows, layer.weight.shape[1])

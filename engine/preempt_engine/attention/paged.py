@@ -1,4 +1,4 @@
-"""What both torch backends share: splitting a step into groups, and storing keys and values."""
+"""What both torch backends share: groups of sequences, where they read, and storing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class QueryGroup:
         positions: int64 [N, L], position of each query.
         block_tables: int32 [N, B].
         read_len_max: longest read of the group.
-        read_len_min: shortest read of the group.
         causal_from_zero: each sequence's queries are all positions that it reads.
     """
 
@@ -34,8 +33,11 @@ class QueryGroup:
     positions: Tensor
     block_tables: Tensor
     read_len_max: int
-    read_len_min: int
     causal_from_zero: bool
+
+    def covers(self, num_tokens: int) -> bool:
+        """True if the group is the whole step, in order and without padding."""
+        return isinstance(self.rows, slice) and self.rows == slice(0, num_tokens)
 
     def take(self, tokens: Tensor) -> Tensor:
         """The group's rows of [T', ...] -> [N * L, ...]."""
@@ -67,9 +69,7 @@ def _padded_read(read_len: int) -> int:
     return max(_SHORT_READ, 1 << (read_len - 1).bit_length())
 
 
-def _group(
-    metadata: AttentionMetadata, members: list[int], length: int, whole: bool
-) -> QueryGroup:
+def _group(metadata: AttentionMetadata, members: list[int], length: int, whole: bool) -> QueryGroup:
     device = metadata.slot_mapping.device
     read_lens = [metadata.read_lens[i] for i in members]
     first, read_len_max = members[0], max(read_lens)
@@ -92,9 +92,68 @@ def _group(
         positions=ends[:, None] - length + offsets,
         block_tables=tables,
         read_len_max=read_len_max,
-        read_len_min=min(read_lens),
         causal_from_zero=whole,
     )
+
+
+class GroupReads:
+    """Where in a layer's memory a group's keys and values lie. The same for every layer.
+
+    A *row* is one head of one slot, row = slot * H_kv + head: keys and values, seen as tables of
+    rows [num_slots * H_kv, D], give a sequence's history head by head without a copy in between.
+
+    Args:
+        group: of a step.
+        num_positions: K, how many positions are read; those past a block table stand for its last
+            block and are to be masked.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, group: QueryGroup, num_positions: int, block_size: int) -> None:
+        positions = torch.arange(num_positions, device=group.positions.device)
+        blocks = (positions // block_size).clamp_(max=group.block_tables.shape[1] - 1)
+        tables = group.block_tables.index_select(1, blocks).long()  # [N, K]
+        self.slots = tables * block_size + positions % block_size
+        self._rows: Tensor | None = None
+        self._bags: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def gather(self, slots: Tensor) -> Tensor:
+        """[num_slots, H_kv, D] -> [N, H_kv, K, D]."""
+        num_kv_heads, head_dim = slots.shape[1:]
+        rows = self._rows_of(num_kv_heads)
+        gathered = slots.view(-1, head_dim).index_select(0, rows.view(-1))
+        return gathered.view(*rows.shape, head_dim)
+
+    def weighted_sum(self, weights: Tensor, slots: Tensor) -> Tensor:
+        """Sum over the positions of weight times row, in order of position, rows left in place.
+
+        Args:
+            weights: [N, H_kv, M, K], of the dtype of the slots.
+            slots: [num_slots, H_kv, D].
+
+        Returns:
+            [N, H_kv, M, D].
+        """
+        n, num_kv_heads, num_rows, num_positions = weights.shape
+        bags = self._bags.get(num_rows)
+        if bags is None:
+            rows = self._rows_of(num_kv_heads)[:, :, None].expand(weights.shape).reshape(-1)
+            starts = torch.arange(0, rows.shape[0], num_positions, device=rows.device)
+            bags = self._bags[num_rows] = (rows, starts)
+        output: Tensor = torch.embedding_bag(
+            slots.view(-1, slots.shape[2]),
+            *bags,
+            mode=0,  # sum
+            per_sample_weights=weights.reshape(-1),
+        )[0]
+        return output.view(n, num_kv_heads, num_rows, -1)
+
+    def _rows_of(self, num_kv_heads: int) -> Tensor:
+        """[N, H_kv, K]."""
+        if self._rows is None:
+            heads = torch.arange(num_kv_heads, device=self.slots.device)[:, None]
+            self._rows = self.slots[:, None] * num_kv_heads + heads
+        return self._rows
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
@@ -103,6 +162,24 @@ def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) 
     if window is not None:
         mask &= key_positions > query_positions - window
     return mask
+
+
+def hide(positions: Tensor, num_positions: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Added to scores: 0 where a query sees a key, -inf elsewhere.
+
+    Args:
+        positions: [N, M], of each row of queries.
+        num_positions: K.
+        window: as in `AttentionPlan.attend`.
+        dtype: of the scores.
+
+    Returns:
+        [N, 1, M, K].
+    """
+    keys = torch.arange(num_positions, device=positions.device)
+    seen = visible(positions[:, None, :, None], keys, window)
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return mask.masked_fill_(~seen, float("-inf"))
 
 
 def write_kv(slot_mapping: Tensor, cache: LayerKVCache, key: Tensor, value: Tensor) -> None:

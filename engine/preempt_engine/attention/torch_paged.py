@@ -12,7 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preempt_engine.attention.paged import QueryGroup, split_into_groups, visible, write_kv
+from preempt_engine.attention.paged import (
+    GroupReads,
+    QueryGroup,
+    hide,
+    split_into_groups,
+    write_kv,
+)
 from preempt_engine.attention.protocol import AttentionMetadata, AttentionPlan, LayerKVCache
 
 
@@ -43,7 +49,7 @@ class _TorchPagedPlan:
         write_kv(self.slot_mapping, cache, key, value)
 
     def attend(self, query: Tensor, cache: LayerKVCache, window: int | None) -> Tensor:
-        if len(self.groups) == 1 and self.groups[0].covers(query.shape[0]):
+        if len(self.groups) == 1 and self.groups[0].group.covers(query.shape[0]):
             return self.groups[0].attend(query, cache, window)
         output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)  # [T', H, D]
         for paged in self.groups:
@@ -56,22 +62,14 @@ class _PagedGroup:
     """A group with what it reads, and its masks as layers ask for them.
 
     Shapes: N sequences, L queries each, S the longest read, H_kv KV heads, G query heads per KV
-    head. A *row* is one head of one slot: row = slot * H_kv + head.
+    head. Scores are float32 for every dtype.
     """
 
     def __init__(self, group: QueryGroup, block_size: int, scale: float) -> None:
         self.group = group
         self.scale = scale
-        positions = torch.arange(group.read_len_max, device=group.positions.device)
-        blocks = group.block_tables.index_select(1, positions // block_size).long()  # [N, S]
-        self.slots = blocks * block_size + positions % block_size
-        self.key_rows: Tensor | None = None  # [N * H_kv * S]
-        self.value_rows: Tensor | None = None  # [N * H, S]
+        self.reads = GroupReads(group, group.read_len_max, block_size)
         self.masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
-
-    def covers(self, num_tokens: int) -> bool:
-        """True if the group is the whole step, in order."""
-        return self.group.rows == slice(0, num_tokens)
 
     def attend(self, query: Tensor, cache: LayerKVCache, window: int | None) -> Tensor:
         """[N * L, H, D] -> [N * L, H, D]."""
@@ -83,64 +81,38 @@ class _PagedGroup:
 
     def _decode(self, query: Tensor, cache: LayerKVCache, window: int | None) -> Tensor:
         """[N, H, D] -> [N, H, D]."""
-        num_heads, head_dim = query.shape[1:]
-        key_rows, value_rows = self._rows(num_heads, cache)
-        keys = cache.key_slots.view(-1, head_dim).index_select(0, key_rows)
-        keys = keys.view(-1, self.group.read_len_max, head_dim)  # [N * H_kv, S, D]
+        keys = self.reads.gather(cache.key_slots).float()  # [N, H_kv, S, D]
+        n, num_kv_heads, _, head_dim = keys.shape
         # The query heads of a KV head take the place of query positions.
-        queries = query.reshape(keys.shape[0], -1, head_dim)  # [N * H_kv, G, D]
-        scores = torch.bmm(queries * self.scale, keys.mT)  # [N * H_kv, G, S]
-        mask = self._mask(window, query.dtype)  # [N, 1, 1, S]
-        if mask is not None:
-            scores.view(self.group.num_sequences, -1, *scores.shape[1:]).add_(mask)
-        weights = scores.softmax(-1).view(value_rows.shape)  # [N * H, S]
-        values = cache.value_slots.view(-1, head_dim)
-        output = F.embedding_bag(value_rows, values, mode="sum", per_sample_weights=weights)
-        return output.view(query.shape)
+        queries = query.float().reshape(n * num_kv_heads, -1, head_dim)  # [N * H_kv, G, D]
+        mask = self._mask(window, keys.dtype, num_kv_heads)  # [N, H_kv, 1, S]
+        scores = torch.baddbmm(
+            mask.flatten(0, 1), queries, keys.flatten(0, 1).mT, alpha=self.scale
+        )  # [N * H_kv, G, S]
+        weights = scores.softmax(-1).to(query.dtype).view(n, num_kv_heads, *scores.shape[1:])
+        return self.reads.weighted_sum(weights, cache.value_slots).view(query.shape)
 
     def _attend_chunks(self, query: Tensor, cache: LayerKVCache, window: int | None) -> Tensor:
         """[N * L, H, D] -> [N * L, H, D]."""
-        n, (num_heads, head_dim) = self.group.num_sequences, query.shape[1:]
-        key_rows, _ = self._rows(num_heads, cache)
+        queries = query.view(self.group.num_sequences, -1, *query.shape[1:])  # [N, L, H, D]
+        keys = self.reads.gather(cache.key_slots)  # [N, H_kv, S, D]
         causal = self.group.causal_from_zero and window is None
-
-        def gather(slots: Tensor) -> Tensor:
-            rows = slots.view(-1, head_dim).index_select(0, key_rows)
-            return rows.view(n, -1, self.group.read_len_max, head_dim)  # [N, H_kv, S, D]
-
-        keys = gather(cache.key_slots)
         output = F.scaled_dot_product_attention(
-            query.view(n, -1, num_heads, head_dim).transpose(1, 2),  # [N, H, L, D]
+            queries.transpose(1, 2),
             keys,
-            gather(cache.value_slots),
-            attn_mask=None if causal else self._mask(window, query.dtype),  # [N, 1, L, S]
+            self.reads.gather(cache.value_slots),
+            attn_mask=None if causal else self._mask(window, query.dtype),
             is_causal=causal,
             scale=self.scale,
-            enable_gqa=num_heads != keys.shape[1],
-        )
+            enable_gqa=query.shape[1] != keys.shape[1],
+        )  # [N, H, L, D]
         return output.transpose(1, 2).reshape(query.shape)
 
-    def _rows(self, num_heads: int, cache: LayerKVCache) -> tuple[Tensor, Tensor]:
-        """Rows of keys by KV head, [N * H_kv * S], and of values by query head, [N * H, S]."""
-        if self.key_rows is None or self.value_rows is None:
-            num_kv_heads = cache.key_slots.shape[1]
-            heads = torch.arange(num_kv_heads, device=self.slots.device)
-            rows = self.slots[:, None] * num_kv_heads + heads[:, None]  # [N, H_kv, S]
-            groups = num_heads // num_kv_heads
-            self.key_rows = rows.reshape(-1)
-            self.value_rows = rows.repeat_interleave(groups, dim=1).flatten(0, 1)
-        return self.key_rows, self.value_rows
-
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Added to the scores: 0 where visible, -inf elsewhere; [N, 1, L, S]. None if all is."""
-        group = self.group
-        if group.query_len == 1 and group.read_len_min == group.read_len_max and window is None:
-            return None
+    def _mask(self, window: int | None, dtype: torch.dtype, num_heads: int = 1) -> Tensor:
+        """See `hide`; [N, num_heads, L, S]."""
         mask = self.masks.get((window, dtype))
         if mask is None:
-            positions = group.positions[:, None, :, None]  # [N, 1, L, 1]
-            keys = torch.arange(group.read_len_max, device=positions.device)
-            seen = visible(positions, keys, window)
-            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-            self.masks[window, dtype] = mask.masked_fill_(~seen, float("-inf"))
+            group = self.group
+            mask = hide(group.positions, group.read_len_max, window, dtype)
+            mask = self.masks[window, dtype] = mask.repeat(1, num_heads, 1, 1)
         return mask
