@@ -96,7 +96,7 @@ class _TiledGroup:
         step = self._rows_per_pass(n * num_kv_heads)
         passes = [
             self._attend_rows(part, i * step, groups, keys, cache, window)
-            for i, part in enumerate(rows.split(step, dim=2))
+            for i, part in enumerate(torch.split(rows, step, dim=2))
         ]
         output = passes[0] if len(passes) == 1 else torch.cat(passes, dim=2)  # [N, H_kv, L * G, D]
         output = output.view(n, num_kv_heads, -1, groups, head_dim)

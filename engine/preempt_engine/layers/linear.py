@@ -94,7 +94,7 @@ class Linear(nn.Module):
 
 def _onednn_serves(weight: Tensor) -> bool:
     """True if torch has oneDNN for this CPU and dtype."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
