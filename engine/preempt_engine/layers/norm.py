@@ -25,10 +25,7 @@ class RMSNorm(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()  # [..., D]
-        mean_square = (wide * wide).mean(-1, keepdim=True)  # [..., 1]
-        wide = wide * torch.rsqrt(mean_square + self.eps)
-        return wide.to(x.dtype) * self.weight
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)  # [..., D]
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
         return {f"{prefix}.weight": self.weight.data}

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from preempt_engine.attention.protocol import AttentionBackend, AttentionMetadata, LayerKVCache
@@ -116,10 +115,11 @@ def choose_row_plan(
 
 def install_row_plan(modules: Sequence[nn.Module], row_plan: RowPlan) -> None:
     """Make every `Linear` compute as the plan says."""
-    matmul = FixedRowsMatmul(row_plan.multiple) if row_plan.fixed else F.linear
     for module in modules:
         if isinstance(module, Linear):
-            module.matmul = matmul
+            module.matmul = module.product
+            if row_plan.fixed:
+                module.matmul = FixedRowsMatmul(row_plan.multiple, module.product)
 
 
 def distinct_operations(modules: Sequence[nn.Module]) -> list[RowOperation]:
