@@ -69,6 +69,16 @@ class EmbeddedAdapter:
             ),
         )
 
+    def refusal(self, settings: EngineSettings) -> str | None:
+        """Steps decided ahead go with neither drafts nor priorities."""
+        if not settings.async_scheduling:
+            return None
+        if settings.speculative_config is not None:
+            return "steps ahead together with drafts"
+        if settings.scheduling_policy == "priority":
+            return "steps ahead together with priorities"
+        return None
+
     def vocab_size(self, settings: EngineSettings) -> int:
         """From the model's configuration file; the exact model's is an option."""
         if settings.model == "exact":

@@ -14,8 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from preempt_harness.adapters.exact_workers import END_TOKEN_ID, VOCAB_SIZE
 from preempt_harness.adapters.protocol import EngineSettings
-from preempt_harness.adapters.scheduler_loop import END_TOKEN_ID, VOCAB_SIZE
 from preempt_harness.errors import HarnessError
 from preempt_harness.workload import RequestSpec
 
@@ -95,7 +95,7 @@ def _model_folder() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
-def make_config(settings: EngineSettings, max_model_len: int, options: dict[str, Any]) -> Any:
+def make_config(settings: EngineSettings, max_model_len: int) -> Any:
     """The engine's own configuration objects."""
     config = vllm().config
     model = config.ModelConfig(
@@ -117,14 +117,15 @@ def make_config(settings: EngineSettings, max_model_len: int, options: dict[str,
         enable_chunked_prefill=True,
         policy=settings.scheduling_policy,
         watermark=settings.watermark,
-        async_scheduling=options["async_scheduling"],
+        async_scheduling=settings.async_scheduling > 0,
     )
     parallel = config.ParallelConfig()
     speculative = None
-    if options.get("num_speculative_tokens", 0):
+    if settings.speculative_config is not None:
+        # Who drafts is the worker's business; of the methods without a model this is the plain one.
         speculative = config.SpeculativeConfig(
             method="ngram",
-            num_speculative_tokens=options["num_speculative_tokens"],
+            num_speculative_tokens=settings.speculative_config["num_speculative_tokens"],
             prompt_lookup_min=1,
             prompt_lookup_max=3,
             target_model_config=model,

@@ -13,7 +13,14 @@ from preempt_harness.budget import KVBudget
 from preempt_harness.checks.drafts import ACCEPTED, DRAFTED, REJECTED, DraftLedger
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.result import TrialResult
-from preempt_harness.suite.shapes import block_size, companions, request, require_mode, together
+from preempt_harness.suite.shapes import (
+    block_size,
+    companions,
+    options,
+    request,
+    require_mode,
+    together,
+)
 
 pytestmark = pytest.mark.preempt_requires("speculation")
 
@@ -89,7 +96,7 @@ def test_tight_pool(preempt: PreemptHarness, prefix_caching: bool, rate: float, 
         block_size=block,
         enable_prefix_caching=prefix_caching,
         speculative_config=scripted(preempt, rate),
-        options={"preemption_mode": mode},
+        options=options(preempt, preemption_mode=mode),
     )
     result.assert_preempted(mode=mode)
     result.assert_matches_baseline()
@@ -165,7 +172,7 @@ def test_a_later_request_with_the_victims_text(preempt: PreemptHarness, rate: fl
         plan=f"preempt:victim@out={3 * block}/preempt:victim@out={4 * block + 1}",
         block_size=block,
         speculative_config=scripted(preempt, rate),
-        options={"block_reuse_order": "lifo"},
+        options=options(preempt, block_reuse_order="lifo"),
     )
     result.assert_preempted(request="victim", at_least=2)
     result.assert_matches_baseline()
@@ -267,7 +274,7 @@ def test_drafts_reach_every_rank(preempt: PreemptHarness, mode: str) -> None:
         block_size=block,
         tensor_parallel_size=2,
         speculative_config=scripted(preempt, 0.7),
-        options={"preemption_mode": mode, "debug_worker_state": True},
+        options=options(preempt, preemption_mode=mode, debug_worker_state=True),
     )
     result.assert_preempted(mode=mode)
     result.assert_matches_baseline()
@@ -315,7 +322,7 @@ def test_the_draft_models_cache_comes_back_with_the_targets(
         block_size=block,
         enable_prefix_caching=prefix_caching,
         speculative_config=same_model(preempt),
-        options={"preemption_mode": mode, "poison": True},
+        options=options(preempt, preemption_mode=mode, poison=True),
     )
     result.assert_preempted(mode=mode)
     result.assert_matches_baseline()
