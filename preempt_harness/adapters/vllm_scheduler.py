@@ -52,7 +52,7 @@ class VllmSchedulerAdapter(ExactModelAdapter):
     known_issues: tuple[KnownIssue, ...] = ()
 
     def admission_model(self, settings: EngineSettings) -> AdmissionModel:
-        """A request is admitted when the pool holds all its known tokens; block 0 is nobody's.
+        """A request is admitted when the pool could hold all its known tokens; block 0 is nobody's.
 
         A step needs slots for its drafts; with asynchronous scheduling, for all that the step in
         flight may yet accept as well.
@@ -60,13 +60,15 @@ class VllmSchedulerAdapter(ExactModelAdapter):
         num_drafts = num_drafts_of(settings.speculative_config)
         in_flight = (num_drafts + 1) * self._steps_ahead(settings)
         return AdmissionModel(
-            policy="full_prompt",
+            policy="full_fit",
             block_size=settings.block_size,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
             watermark=settings.watermark,
             reserved_blocks=1,
             lookahead_tokens=num_drafts + in_flight,
+            draft_tokens=num_drafts,
+            drafts_first=True,
             max_model_len=settings.max_model_len,
             prefix_caching=settings.enable_prefix_caching,
         )

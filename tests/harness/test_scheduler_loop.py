@@ -48,7 +48,7 @@ def test_several_logits_of_a_row_are_those_of_its_last_positions() -> None:
     expected = reference_generate(PROMPT, 3, VOCAB_SIZE)
     tokens = [*PROMPT, *expected[:2]]
     ((*chosen,),) = ExactWorkers(4, BLOCK).compute(
-        0, [[row(0, tokens, [0, 1, 2], num_logits=3)]], Log(64, BLOCK)
+        0, [[row(0, tokens, [0, 1, 2], num_logits=3)]], Log(64, BLOCK).add
     )
     assert chosen == expected
 
