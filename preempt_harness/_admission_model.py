@@ -27,7 +27,7 @@ class AdmissionModel(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         policy: what admission asks of the pool.
             "full_prompt": blocks for all tokens known, taken at once.
-            "full_fit": blocks for all tokens known must be free; those of the first chunk are taken.
+            "full_fit": blocks for all tokens known must be free; a chunk takes its own.
             "chunk": blocks for the first chunk; later chunks may run out of blocks.
             "output_reserved": blocks for prompt and longest output, taken at once; such an engine
             never preempts.
