@@ -1,6 +1,6 @@
 """Adapter "nano-vllm-scheduler": nano-vllm's own decisions and messages, exact workers behind them.
 
-The engine's scheduler, block manager and sequences run as they are (`nano_vllm_session`); its own
+The engine's scheduler, block manager and sequences run as they are (`nano_vllm_exact`); its own
 serialisation carries sequences to the ranks above 0, and its own preparation makes a step's inputs
 from them (`nano_vllm_ranks`). The model is the exact KV model.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from preempt_harness.adapters import protocol
+from preempt_harness.adapters.nano_vllm_exact import ExactNanoVllmSession
 from preempt_harness.adapters.nano_vllm_issues import ISSUES, VERSION
-from preempt_harness.adapters.nano_vllm_session import NanoVllmSession
 from preempt_harness.adapters.nano_vllm_source import PACKAGE, PATH_VARIABLE, find_source
 from preempt_harness.adapters.protocol import EngineSettings, KnownIssue
 from preempt_harness.adapters.scheduler_loop import ExactModelAdapter
@@ -41,7 +41,7 @@ class NanoVllmSchedulerAdapter(ExactModelAdapter):
             protocol.PREFIX_CACHING,
             protocol.TENSOR_PARALLEL,
         }
-        if _chunks():
+        if chunks_prompts():
             able.add(protocol.CHUNKED_PREFILL)
         return frozenset(able)
 
@@ -64,7 +64,7 @@ class NanoVllmSchedulerAdapter(ExactModelAdapter):
         lacking = [name for name in ("numpy", "xxhash") if find_spec(name) is None]
         return f"pip install {' '.join(lacking)}" if lacking else None
 
-    def open(self, settings: EngineSettings) -> NanoVllmSession:
+    def open(self, settings: EngineSettings) -> ExactNanoVllmSession:
         """A fresh scheduler for every session.
 
         Raises:
@@ -72,10 +72,10 @@ class NanoVllmSchedulerAdapter(ExactModelAdapter):
         """
         source = find_source()
         assert source is not None, "the adapter says that the engine is missing"
-        return NanoVllmSession(settings, *source)
+        return ExactNanoVllmSession(settings, *source)
 
 
-def _chunks() -> bool:
+def chunks_prompts() -> bool:
     """Whether the engine computes a long prompt in several steps."""
     source = find_source()
     if source is None:

@@ -1,20 +1,21 @@
-"""A session on nano-vllm's own scheduler, block manager and sequences, with exact workers."""
+"""Sessions on nano-vllm's own scheduler, block manager and sequences, whoever computes behind them.
+
+`NanoVllmSession` has what the exact workers and the engine's own model runner share.
+"""
 
 from __future__ import annotations
 
 import inspect
 import platform
 import traceback
-from pathlib import Path
-from types import SimpleNamespace
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from preempt_harness import record
-from preempt_harness.adapters.exact_workers import END_TOKEN_ID, VOCAB_SIZE, ExactWorkers
-from preempt_harness.adapters.nano_vllm_ranks import Ranks, last_tokens
 from preempt_harness.adapters.nano_vllm_watch import SchedulerWatch
 from preempt_harness.adapters.protocol import EngineSettings, SessionInfo
-from preempt_harness.adapters.scheduler_log import OBSERVED, Log
+from preempt_harness.adapters.scheduler_log import Log
 from preempt_harness.adapters.scheduler_loop import SchedulerSession
 from preempt_harness.record import RequestResult
 from preempt_harness.workload import RequestSpec
@@ -24,69 +25,42 @@ class NanoVllmSession(SchedulerSession):
     """One scheduler of nano-vllm, one step a poll.
 
     Args:
-        settings: options are "worker_block_size": the block size that the ranks above 0 know; by
-            default that of the scheduler. "default" leaves the engine's own default, as its spawned
-            processes do.
-        folder: of the `nanovllm` package.
-        version: of it.
+        settings: what the trial asks for.
+        scheduler: the engine's.
+        make_sequence: the engine's sequence of a request.
+        is_running: whether the engine says that a sequence decodes.
     """
 
-    def __init__(self, settings: EngineSettings, folder: Path, version: str) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        scheduler: Any,
+        *,
+        make_sequence: Callable[[RequestSpec], Any],
+        is_running: Callable[[Any], bool],
+    ) -> None:
         super().__init__(Log(settings.max_num_batched_tokens, settings.block_size))
+        self._scheduler = scheduler
+        self._make_sequence = make_sequence
         self._sequences: dict[str, Any] = {}
         self._names: dict[int, str] = {}  # the engine's sequence id -> request
         self._forced: list[Any] = []
-        self.ranks = Ranks(
-            folder,
-            settings.tensor_parallel_size,
-            settings.block_size,
-            tells_block_size=settings.options.get("worker_block_size") != "default",
-            name_of=self._name,
-        )
-        driver = self.ranks.driver
-        self._scheduler: Any = driver.scheduler_class(
-            SimpleNamespace(
-                max_num_seqs=settings.max_num_seqs,
-                max_num_batched_tokens=settings.max_num_batched_tokens,
-                eos=END_TOKEN_ID,
-                num_kvcache_blocks=settings.num_blocks,
-                kvcache_block_size=settings.block_size,
-            )
-        )
         self._watch = SchedulerWatch(
-            self._scheduler,
+            scheduler,
             self._log,
             settings.block_size,
             name_of=self._name,
-            is_running=lambda sequence: sequence.status is driver.status.RUNNING,
+            is_running=is_running,
             deliver=self._deliver,
         )
-        self._workers = ExactWorkers(
-            settings.num_blocks, settings.block_size, settings.tensor_parallel_size
-        )
-        self.info = SessionInfo(
-            config={
-                "max_num_batched_tokens": settings.max_num_batched_tokens,
-                "max_num_seqs": settings.max_num_seqs,
-                "enable_prefix_caching": True,  # there is no switch
-                **settings.options,
-            },
-            block_size=settings.block_size,
-            num_blocks=settings.num_blocks,
-            vocab_size=VOCAB_SIZE,
-            num_ranks=settings.tensor_parallel_size,
-            versions={"python": platform.python_version(), "nano-vllm": version},
-            observed=[*OBSERVED, *(["StepSent"] if self.ranks.shows_messages else [])],
-            batch_invariant=True,
-        )
+
+    @abstractmethod
+    def _compute(self, sequences: Sequence[Any], is_prefill: bool) -> list[int]:
+        """Launch a step; returns the token that the engine samples for each sequence."""
 
     def submit(self, request: RequestSpec) -> None:
         """Queue a request."""
-        driver = self.ranks.driver
-        params = driver.sampling_params_class(
-            max_tokens=request.sampling.max_tokens, ignore_eos=request.sampling.ignore_eos
-        )
-        sequence = driver.sequence_class(list(request.prompt_token_ids), params)
+        sequence = self._make_sequence(request)
         self._sequences[request.id] = sequence
         self._names[sequence.seq_id] = request.id
         self._log.arrived(request)
@@ -122,11 +96,8 @@ class NanoVllmSession(SchedulerSession):
             start, end = _range(sequence, is_prefill)
             if start < end:  # a prompt that is cached whole computes nothing
                 self._log.scheduled(self._name(sequence), start, end, sequence.num_tokens)
-        rows = self.ranks.rows(sequences, is_prefill, self._log)
-        given = [[row for row in of_rank if row.token_ids] for of_rank in rows]
-        chosen = self._workers.compute(self._log.step, given, self._log.add)
+        tokens = self._compute(sequences, is_prefill)
         self._log.add(record.StepDone(self._log.step))
-        tokens = last_tokens(rows[0], [row_tokens[0] for row_tokens in chosen])
         takes_phase = len(inspect.signature(self._scheduler.postprocess).parameters) > 2
         self._scheduler.postprocess(sequences, tokens, *([is_prefill] if takes_phase else []))
         for sequence in sequences:
@@ -159,6 +130,34 @@ class NanoVllmSession(SchedulerSession):
 
     def _name(self, sequence: Any) -> str:
         return self._names[sequence.seq_id]
+
+
+def describe(
+    settings: EngineSettings, version: str, observed: Sequence[str], **more: Any
+) -> SessionInfo:
+    """What a session says of itself.
+
+    Args:
+        settings: what the trial asks for.
+        version: of nano-vllm.
+        observed: names of events.
+        **more: further fields of `SessionInfo`; `config` is added to.
+    """
+    return SessionInfo(
+        config={
+            "max_num_batched_tokens": settings.max_num_batched_tokens,
+            "max_num_seqs": settings.max_num_seqs,
+            "enable_prefix_caching": True,  # there is no switch
+            **settings.options,
+            **more.pop("config", {}),
+        },
+        block_size=settings.block_size,
+        num_blocks=settings.num_blocks,
+        num_ranks=settings.tensor_parallel_size,
+        versions={"python": platform.python_version(), "nano-vllm": version},
+        observed=list(observed),
+        **more,
+    )
 
 
 def _range(sequence: Any, is_prefill: bool) -> tuple[int, int]:
