@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from preempt_harness import record
+from preempt_harness.adapters.counted import CounterDelta, counted_preemptions
 from preempt_harness.adapters.limited_session import LimitedSession
 from preempt_harness.adapters.openai_answers import ServerPreset, count_of, tokens_of
 from preempt_harness.adapters.openai_request import Arrivals, RequestUnderWay
@@ -52,7 +53,7 @@ class HttpSession(LimitedSession):
         self._arrived: Arrivals = queue.SimpleQueue()
         self._events: list[AnyEvent] = []
         self._step = 0
-        self._num_preemptions = self._count_preemptions()
+        self._preemptions = CounterDelta(self._count_preemptions)
         observed = ["Arrived", "TokensDelivered", "Finished", "Aborted"]
         self.info = SessionInfo(
             config={
@@ -178,11 +179,7 @@ class HttpSession(LimitedSession):
 
     def _see_preemptions(self) -> None:
         """The counter tells how many there were, not whose."""
-        before, self._num_preemptions = self._num_preemptions, self._count_preemptions()
-        for _ in range(self._num_preemptions - before):
-            self._events.append(
-                record.Preempted(self._step, "", "recompute", "unknown", "out_of_blocks", 0, 0)
-            )
+        self._events += counted_preemptions(self._step, self._preemptions.take())
 
     def _count_preemptions(self) -> int:
         if not self._preset.preemptions:

@@ -11,6 +11,8 @@ import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import msgspec
+
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.protocol import EngineSettings, KnownIssue
 from preempt_harness.adapters.vllm_llm import VllmEngineSession
@@ -75,9 +77,7 @@ class VllmAdapter:
         return None
 
     def branch_sampling(self, sampling: SamplingSpec, branch: int) -> SamplingSpec | None:
-        """A branch is a request of its own, with the seed and its index added."""
-        import msgspec
-
+        """A branch is a request of its own, whose seed is the request's and its index added."""
         seed = None if sampling.seed is None else sampling.seed + branch
         return msgspec.structs.replace(sampling, n=1, seed=seed)
 

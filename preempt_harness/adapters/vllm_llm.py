@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from preempt_harness.adapters.counted import CounterDelta, counted_preemptions
@@ -184,16 +187,18 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     """Arguments of vLLM's `EngineArgs`."""
     from preempt_harness.checkpoints import resolve_model_name
 
+    path = resolve_model_name(settings.model)
     # No request may outgrow the pool, of which vLLM keeps a block; a last token needs no slot.
     room = (settings.num_blocks - 1) * settings.block_size + 1
+    longest = min(room, _longest_of(Path(path)))
     arguments: dict[str, Any] = {
-        "model": str(resolve_model_name(settings.model)),
+        "model": str(path),
         "skip_tokenizer_init": True,
         "dtype": settings.dtype,
         "seed": settings.seed,
         "block_size": settings.block_size,
         "num_gpu_blocks_override": settings.num_blocks,
-        "max_model_len": min(settings.max_model_len or room, room),
+        "max_model_len": min(settings.max_model_len or longest, longest),
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "max_num_seqs": min(settings.max_num_seqs, settings.max_num_batched_tokens),
         "enable_prefix_caching": settings.enable_prefix_caching,
@@ -210,6 +215,14 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
             drafts["model"] = str(resolve_model_name(drafts["model"]))
         arguments["speculative_config"] = drafts
     return arguments
+
+
+def _longest_of(path: Path) -> int:
+    """Most tokens that a checkpoint's model takes; of a hub id nothing is known yet."""
+    config = path / "config.json"
+    if not config.is_file():
+        return sys.maxsize
+    return int(json.loads(config.read_text())["max_position_embeddings"])
 
 
 def sampling_arguments(sampling: SamplingSpec) -> dict[str, Any]:
