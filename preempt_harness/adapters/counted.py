@@ -37,15 +37,17 @@ class CounterDelta:
         return self._seen - before
 
 
-def counted_preemptions(step: int, count: int, request: str = "") -> list[record.Preempted]:
+def counted_preemptions(
+    step: int, count: int, *, request: str = "", reason: str = "out_of_blocks"
+) -> list[record.Preempted]:
     """Preemptions by recompute of which nothing but their number is known.
 
     Args:
         step: in which they were noticed.
         count: how many.
         request: whose, where the engine counts by request.
+        reason: "forced" where the engine was told to preempt.
     """
     return [
-        record.Preempted(step, request, "recompute", "unknown", "out_of_blocks", 0, 0)
-        for _ in range(count)
+        record.Preempted(step, request, "recompute", "unknown", reason, 0, 0) for _ in range(count)
     ]

@@ -41,7 +41,9 @@ class SglangSession(LimitedSession):
 
     def __init__(self, settings: EngineSettings) -> None:
         options = dict(settings.options)
-        _set_switches({name: options.pop(name, None) for name in SWITCHES})
+        switches = {name: options.pop(name, None) for name in SWITCHES}
+        _set_switches(switches)
+        self._reason = "forced" if switches["test_retract"] else "out_of_blocks"
         import sglang
 
         arguments = {**engine_arguments(settings), **options}
@@ -154,7 +156,9 @@ class SglangSession(LimitedSession):
         if count < before:
             raise CounterFellError(f"{RETRACTIONS} of {request} fell from {before} to {count}")
         step = self._outputs.step
-        self._outputs.add(*counted_preemptions(step, count - before, request))
+        self._outputs.add(
+            *counted_preemptions(step, count - before, request=request, reason=self._reason)
+        )
         self._outputs.seen_of_prompt(request, num_cached=meta.get("cached_tokens"))
         ended = meta["finish_reason"]
         if ended is not None and ended["type"] == "abort":

@@ -160,7 +160,9 @@ def test_switches_are_set_before_the_engine_is_made_and_do_not_stay(
     assert os.environ["SGLANG_TEST_RETRACT_INTERVAL"] == "5"
     assert ToyEngine.made is not None
     assert not set(SWITCHES) & set(ToyEngine.made.arguments)
-    session.close()
+    session.submit(spec("r0"))
+    events = run_to_end(session)
+    assert {event.reason for event in events if isinstance(event, Preempted)} == {"forced"}
     adapter.open(settings()).close()
     assert "SGLANG_TEST_RETRACT" not in os.environ
 
