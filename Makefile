@@ -56,6 +56,8 @@ SUITE := -m pytest -q -p preempt_harness --pyargs preempt_harness.suite
 PEER_ENV = .venv-peers-$(@:peers-%=%)/bin/python
 
 .PHONY: $(PEERS:%=peers-%)
+# Tiny models gain nothing from threads, which wait for each other busily where cores are shared.
+$(PEERS:%=peers-%): export OMP_NUM_THREADS := 1
 peers: $(PEERS:%=peers-%)
 
 .venv-peers-%/.installed: benchmarks/peers/%.sh pyproject.toml
