@@ -72,11 +72,11 @@ peers-llama-cpp: $(STAMP) .venv-peers-llama-cpp/.installed
 	sh benchmarks/peers/run-llama-cpp.sh $(BIN)/python $(PEER_ENV)
 
 peers-nano-vllm-scheduler: .venv-peers-nano-vllm-scheduler/.installed
-	$(PEER_ENV) -m pytest -q tests/harness/test_nano_vllm_scheduler.py
+	$(PEER_ENV) -m pytest -q tests/harness/test_nano_vllm_scheduler.py tests/harness/test_engine_signatures.py
 	$(PEER_ENV) $(SUITE) --preempt-engine nano-vllm-scheduler
 
 peers-vllm-scheduler: .venv-peers-vllm-scheduler/.installed
-	$(PEER_ENV) -m pytest -q tests/harness/test_vllm_scheduler.py
+	$(PEER_ENV) -m pytest -q tests/harness/test_vllm_scheduler.py tests/harness/test_vllm_on_cpu.py tests/harness/test_engine_signatures.py
 	$(PEER_ENV) $(SUITE) --preempt-engine vllm-scheduler
 	$(PEER_ENV) $(SUITE) --preempt-engine vllm-scheduler-async
 

@@ -75,8 +75,8 @@ def vllm() -> Names:
 
 
 @lru_cache(maxsize=1)
-def _model_folder() -> tempfile.TemporaryDirectory[str]:
-    """A configuration of the smallest Llama; the scheduler reads lengths of it, nothing else."""
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Lives as long as the process."""
     folder = tempfile.TemporaryDirectory(prefix="preempt-harness-vllm-")
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -95,11 +95,16 @@ def _model_folder() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
+def model_folder() -> str:
+    """A configuration of the smallest Llama; the scheduler reads lengths of it, nothing else."""
+    return _folder().name
+
+
 def make_config(settings: EngineSettings, max_model_len: int) -> Any:
     """The engine's own configuration objects."""
     config = vllm().config
     model = config.ModelConfig(
-        model=_model_folder().name,
+        model=model_folder(),
         skip_tokenizer_init=True,
         dtype="float32",
         max_model_len=max_model_len,

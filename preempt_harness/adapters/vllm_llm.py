@@ -188,8 +188,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     from preempt_harness.checkpoints import resolve_model_name
 
     path = resolve_model_name(settings.model)
-    # No request may outgrow the pool, of which vLLM keeps a block; a last token needs no slot.
-    room = (settings.num_blocks - 1) * settings.block_size + 1
+    # No request may outgrow the pool, of which vLLM keeps a block; it checks that at start.
+    room = (settings.num_blocks - 1) * settings.block_size
     longest = min(room, _longest_of(Path(path)))
     arguments: dict[str, Any] = {
         "model": str(path),

@@ -183,7 +183,7 @@ def test_the_engine_steps_in_this_process(install: Install) -> None:
 def test_the_pool_is_as_large_as_asked_and_no_request_outgrows_it() -> None:
     arguments = engine_arguments(settings())
     assert arguments["num_gpu_blocks_override"] == 8
-    assert arguments["max_model_len"] == 7 * BLOCK + 1
+    assert arguments["max_model_len"] == 7 * BLOCK
     assert arguments["disable_log_stats"] is False
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
     assert engine_arguments(settings(speculative_config=drafts))["speculative_config"] == drafts
