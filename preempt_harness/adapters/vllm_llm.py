@@ -58,6 +58,7 @@ class VllmEngineSession(LimitedSession):
 
         arguments = {**engine_arguments(settings), **options}
         self._params: Any = vllm.SamplingParams
+        self._refusals = _refusals()
         self._engine: Any = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
         self._outputs = GrowingOutputs()
         self._preemptions = CounterDelta(self._count_preemptions)
@@ -91,7 +92,7 @@ class VllmEngineSession(LimitedSession):
                 self._params(**sampling_arguments(request.sampling)),
                 priority=request.priority,
             )
-        except ValueError as error:
+        except self._refusals as error:
             self._outputs.refused(request.id, str(error))
 
     def abort(self, request: str) -> None:
@@ -215,6 +216,15 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
             drafts["model"] = str(resolve_model_name(drafts["model"]))
         arguments["speculative_config"] = drafts
     return arguments
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a request that it does not take; earlier versions have no class of it."""
+    try:
+        from vllm.exceptions import VLLMClientError
+    except ImportError:
+        return (ValueError,)
+    return (ValueError, VLLMClientError)
 
 
 def _longest_of(path: Path) -> int:

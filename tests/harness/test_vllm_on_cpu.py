@@ -102,4 +102,4 @@ def test_a_prompt_that_never_fits_is_refused_alone(harness: PreemptHarness) -> N
     result = harness.run(Workload(requests=[small, giant]), 8, expect_preemption=False)
     result.assert_clean()
     assert result.record.results["r0"].error == ""
-    assert "maximum model length" in result.record.results["giant"].error
+    assert "maximum context length" in result.record.results["giant"].error
