@@ -219,7 +219,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """What vLLM raises for a request that it does not take; earlier versions have no class of it."""
+    """What vLLM raises for a request it does not take; earlier versions have no class of it."""
     try:
         from vllm.exceptions import VLLMClientError
     except ImportError:
