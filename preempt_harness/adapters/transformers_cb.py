@@ -116,6 +116,6 @@ class TransformersAdapter:
         """A new manager on a model that is kept.
 
         Raises:
-            UnreadableCacheError: the model has layers of which no tables can be read.
+            UnsupportedTrialError: the model has layers of which no tables can be read.
         """
         return TransformersSession(settings)

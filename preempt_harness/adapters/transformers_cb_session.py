@@ -20,15 +20,11 @@ from preempt_harness.adapters.transformers_cb_model import (
 )
 from preempt_harness.adapters.transformers_cb_names import engine_ids, finish_reason, stop_ids
 from preempt_harness.adapters.transformers_cb_observer import EVENT_NAMES, BatchObserver
-from preempt_harness.errors import HarnessError
 from preempt_harness.record import AnyEvent, RequestResult, Score, SequenceOutput
+from preempt_harness.trial import UnsupportedTrialError
 from preempt_harness.workload import RequestSpec
 
 _STAND_IN = "preempt_harness stand-in"
-
-
-class UnreadableCacheError(HarnessError):
-    """The model's cache is not of the one kind whose block tables can be read."""
 
 
 class TransformersSession(LimitedSession):
@@ -254,7 +250,7 @@ def _sequence_output(
 def _require_one_cache(processor: Any) -> None:
     names = list(processor.cache.cache_allocators)
     if names != ["full_attention"]:
-        raise UnreadableCacheError(
+        raise UnsupportedTrialError(
             f"The model's layers are of {', '.join(names)}; tables of full attention can be read.",
             "Choose a model whose layers all have full attention.",
         )
