@@ -44,6 +44,8 @@ class AdmissionModel(msgspec.Struct, frozen=True, kw_only=True):
             others finds room for its first ones.
         drafts_first: a request's drafts take budget before the known tokens of those behind it, and
             admission leaves no room for drafts.
+        last_token_needs_room: the pool must have room for a request's last token, which is never
+            computed: such an engine checks its longest length against the pool.
         max_model_len: most tokens of a request, prompt and output; None is no limit.
         prefix_caching: full computed blocks are shared, and stay findable when they are freed.
         predicts: the engine does exactly what `simulate` plays, so that a trial without a plan
@@ -59,6 +61,7 @@ class AdmissionModel(msgspec.Struct, frozen=True, kw_only=True):
     lookahead_tokens: int = 0
     draft_tokens: int = 0
     drafts_first: bool = False
+    last_token_needs_room: bool = False
     max_model_len: int | None = None
     prefix_caching: bool = True
     predicts: bool = False

@@ -46,7 +46,6 @@ class VllmAdapter:
             protocol.STOP_TOKENS,
             protocol.MIN_TOKENS,
             protocol.PARALLEL_SAMPLING,
-            protocol.PRIORITY,
             protocol.WATERMARK,
             protocol.MAX_MODEL_LEN,
             protocol.TENSOR_PARALLEL,
@@ -60,10 +59,14 @@ class VllmAdapter:
     known_issues: tuple[KnownIssue, ...] = ()
 
     def admission_model(self, settings: EngineSettings) -> AdmissionModel:
-        """As vLLM's scheduler, which "vllm-scheduler" runs alone."""
+        """As vLLM's scheduler, which "vllm-scheduler" runs alone; the engine checks its longest
+        length when it starts.
+        """
         from preempt_harness.adapters.vllm_scheduler import VllmSchedulerAdapter
 
-        return VllmSchedulerAdapter().admission_model(settings)
+        return msgspec.structs.replace(
+            VllmSchedulerAdapter().admission_model(settings), last_token_needs_room=True
+        )
 
     def vocab_size(self, settings: EngineSettings) -> int:
         """From the model's configuration file."""

@@ -183,6 +183,14 @@ def test_full_fit_takes_the_blocks_of_a_chunk_and_wants_room_for_all() -> None:
     assert simulate(workload, CHUNKED, 5).peak_blocks == 4, "r1 fits when r0 is done"
 
 
+def test_a_last_token_that_needs_room_makes_the_smallest_pool_larger() -> None:
+    workload = requests((4, 5))
+    asks = msgspec.structs.replace(BLOCKS_OF_2, last_token_needs_room=True)
+    assert KVBudget.solve(workload, BLOCKS_OF_2, "minimal").num_blocks == 4  # 8 tokens
+    assert KVBudget.solve(workload, asks, "minimal").num_blocks == 5
+    assert "ceil((4 + 5 - 0) / 2) = 5" in KVBudget.solve(workload, asks, 4).explain()
+
+
 def test_drafts_that_come_first_leave_nothing_for_others() -> None:
     """One request and its drafts fill a step, so that the next begins when it has ended."""
     shared = AdmissionModel(
