@@ -2,8 +2,9 @@
 
 All bounds are formulas over the planned work and are printed with the finding. They assume what
 every working scheduler grants: the oldest request is never a victim, so it computes something in
-every step; and what the plan forces is paid for separately. Where prefills and decodes share no
-step, so is every preemption: what it lost is computed while the others stand still.
+every step; and what the plan forces is paid for separately, whether it preempts or holds blocks
+back: a squeeze may take from the oldest, even from the only one. Where prefills and decodes share
+no step, every preemption is paid for: what it lost is computed while the others stand still.
 
     t_r = ceil((P_r + n_r O_r) / c)   steps that compute request r from nothing; c = token budget
     steps <= last arrival + sum_r (t_r + O_r + 2) + preemptions * (max_r t_r + 2) + exempt
@@ -94,18 +95,21 @@ def _bounds(trace: Trace) -> StepBounds:
         for spec, together in units
     )
     last_arrival = max((spec.arrival_step for spec in specs), default=0)
+    held = _exempt_steps(trace)
     preemptions = trace.of(Preempted)
     if _mixes(trace.header):
-        preemptions = [event for event in preemptions if event.reason == "forced"]
+        preemptions = [
+            event for event in preemptions if event.reason == "forced" or event.step in held
+        ]
     again = max(times, default=0) + spare
-    exempt = len(_exempt_steps(trace))
+    exempt = len(held)
     stall = sum(time + spare for time in times) + spare
     return StepBounds(
         total=last_arrival + work + len(preemptions) * again + exempt,
         stall=stall,
         formula=(
             f"last arrival {last_arrival} + work {work} + {len(preemptions)} preemptions that "
-            f"stop the others * {again} "
+            f"the plan caused or that stop the others * {again} "
             f"+ {exempt} steps with held blocks"
         ),
         stall_formula=f"sum of {sum(times)} steps of computing anew and {spare} per request",

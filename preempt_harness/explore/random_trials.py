@@ -152,8 +152,9 @@ def _limited(
         settings,
         max_num_seqs=max(settings.max_num_seqs, branches),
         scheduling_policy="priority" if urgent else settings.scheduling_policy,
-        async_scheduling=0 if urgent else settings.async_scheduling,
     )
+    if not _takes(adapter, settings, settings.speculative_config, settings.async_scheduling):
+        settings = msgspec.structs.replace(settings, async_scheduling=0)
     longest = max(request.num_prompt_tokens for request in workload.requests)
     total = max(
         request.num_prompt_tokens + request.sampling.max_tokens for request in workload.requests
@@ -259,16 +260,29 @@ def with_drafts(
     if protocol.SPECULATION not in adapter.capabilities or source.random() >= _SPECULATIVE:
         return settings
     exact = settings.model == "exact"
-    method = source.choice(("ngram", "draft_model", "scripted") if exact else ("ngram",))
-    drafts: dict[str, Any] = {
-        "method": method,
-        "num_speculative_tokens": source.choice((1, 2, 3, 5)),
-    }
+    methods = ("ngram", "draft_model", "scripted") if exact else ("ngram",)
+    able = [name for name in methods if _takes(adapter, settings, _drafts_by(name))]
+    if not able:
+        return settings
+    method = source.choice(able)
+    drafts = _drafts_by(method, source.choice((1, 2, 3, 5)))
     if method == "draft_model":
         drafts["model"] = settings.model
     if method != "ngram":
         drafts["acceptance_rate"] = source.choice((0.0, 0.5, 0.9, 1.0, 1.0))
     return msgspec.structs.replace(settings, speculative_config=drafts)
+
+
+def _drafts_by(method: str, count: int = 1) -> dict[str, Any]:
+    return {"method": method, "num_speculative_tokens": count}
+
+
+def _takes(
+    adapter: EngineAdapter, settings: EngineSettings, drafts: dict[str, Any] | None, ahead: int = 0
+) -> bool:
+    """Whether nothing is known that speaks against drafts and steps ahead."""
+    wanted = msgspec.structs.replace(settings, speculative_config=drafts, async_scheduling=ahead)
+    return protocol.refusal_of(adapter, wanted) is None
 
 
 def with_steps_ahead(
@@ -279,7 +293,10 @@ def with_steps_ahead(
     drafted_by = (settings.speculative_config or {}).get("method")
     if not able or drafted_by == "draft_model" or source.random() >= _AHEAD:
         return settings
-    return msgspec.structs.replace(settings, async_scheduling=source.choice((1, 2)))
+    depths = [depth for depth in (1, 2) if _takes(adapter, settings, None, depth)]
+    if not depths:
+        return settings
+    return msgspec.structs.replace(settings, async_scheduling=source.choice(depths))
 
 
 def random_plan(

@@ -11,7 +11,14 @@ import pytest
 
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.suite._state import state
-from preempt_harness.suite.shapes import block_size, companions, request, require_mode, together
+from preempt_harness.suite.shapes import (
+    block_size,
+    companions,
+    options,
+    request,
+    require_mode,
+    together,
+)
 from preempt_harness.workload import Operation, Workload
 
 pytestmark = pytest.mark.preempt_requires("async_scheduling")
@@ -38,7 +45,7 @@ def test_tight_pool(
         max_num_batched_tokens=max(chunk_blocks * block, 4),
         enable_prefix_caching=prefix_caching,
         async_scheduling=depth,
-        options={"preemption_mode": mode, "block_reuse_order": "lifo", "poison": True},
+        options=options(preempt, preemption_mode=mode, block_reuse_order="lifo", poison=True),
     )
     result.assert_preempted()
     result.assert_matches_baseline()
@@ -55,8 +62,9 @@ def test_preempted_with_an_output_under_way(
     """Every token comes once: what is under way is used, or computed again and the same."""
     require_mode(preempt, mode)
     block = block_size(preempt)
+    more = {"logprobs": 1} if "logprobs" in preempt.adapter.capabilities else {}
     workload = together(
-        request(preempt, "victim", 4 * block + 1, 5 * block, logprobs=1),
+        request(preempt, "victim", 4 * block + 1, 5 * block, **more),
         companions(preempt, block),
     )
     plan = f"preempt:victim@{at}:{mode}"
@@ -118,7 +126,7 @@ def test_it_ends_where_it_should(preempt: PreemptHarness, end: str, depth: int) 
         block_size=block,
         async_scheduling=depth,
         expect_preemption=False,
-        options={"block_reuse_order": "lifo", "poison": True},
+        options=options(preempt, block_reuse_order="lifo", poison=True),
     )
     result.assert_matches_baseline()
     result.assert_clean(require=["kvsan"])
@@ -217,7 +225,7 @@ def test_ranks_compute_while_the_next_step_is_decided(preempt: PreemptHarness, d
         block_size=block,
         tensor_parallel_size=2,
         async_scheduling=depth,
-        options={"debug_worker_state": True},
+        options=options(preempt, debug_worker_state=True),
     )
     result.assert_preempted()
     result.assert_matches_baseline()
