@@ -72,11 +72,11 @@ class EmbeddedAdapter:
         )
 
     def refusal(self, settings: EngineSettings) -> str | None:
-        """Steps decided ahead go with neither drafts nor priorities."""
+        """Steps decided ahead go with neither a draft model nor priorities."""
         if not settings.async_scheduling:
             return None
-        if settings.speculative_config is not None:
-            return "steps ahead together with drafts"
+        if (settings.speculative_config or {}).get("method") == "draft_model":
+            return "steps ahead together with a draft model"
         if settings.scheduling_policy == "priority":
             return "steps ahead together with priorities"
         return None

@@ -12,7 +12,7 @@ import pytest
 
 from preempt_harness.checks.drafts import ACCEPTED, REJECTED
 from preempt_harness.harness import PreemptHarness
-from preempt_harness.suite.shapes import block_size, request, require_mode, together
+from preempt_harness.suite.shapes import block_size, options, request, require_mode, together
 from preempt_harness.suite.test_phases import PHASES
 from preempt_harness.suite.test_speculation import assert_drafted, drafts, scripted, weaker_model
 from preempt_harness.workload import RequestSpec, Workload
@@ -254,6 +254,35 @@ def test_tight_pool_with_drafts_in_steps_ahead(
     result.assert_matches_baseline()
     result.assert_clean()
     assert_drafted(result, REJECTED if drafter == "none-right" else ACCEPTED)
+
+
+@SPECULATION
+@ASYNC
+@AHEAD
+@pytest.mark.parametrize("drafter", ["some-right", "all-right"])
+def test_drafts_take_the_blocks_that_others_left(
+    preempt: PreemptHarness, drafter: str, ahead: int
+) -> None:
+    """Requests end and go one by one; what they leave is written to while more is decided."""
+    block = block_size(preempt)
+    workload = together(
+        [request(preempt, f"r{i}", 2 * block + i, (20 - i) * block) for i in range(6)]
+    )
+    plan = "/".join(f"preempt:r{step % 4}@step={step}" for step in range(3, 24, 2))
+    result = preempt.run(
+        workload,
+        plan=plan,
+        block_size=block,
+        max_num_batched_tokens=16 * block,
+        enable_prefix_caching=False,
+        async_scheduling=ahead,
+        speculative_config=by_lookup_or_script(preempt, drafter),
+        options=options(preempt, poison=True, block_reuse_order="lifo"),
+    )
+    result.assert_preempted(at_least=4)
+    result.assert_matches_baseline()
+    result.assert_clean()
+    assert_drafted(result, ACCEPTED)
 
 
 def by_lookup_or_script(preempt: PreemptHarness, drafter: str) -> dict[str, Any]:
