@@ -25,7 +25,8 @@ class RMSNorm(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)  # [..., D]
+        # Rounded to the dtype before the weight comes in, as in the reference implementation.
+        return F.rms_norm(x, self.weight.shape, None, self.eps).mul_(self.weight)  # [..., D]
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
         return {f"{prefix}.weight": self.weight.data}
