@@ -13,7 +13,11 @@ from preempt_harness import record
 from preempt_harness.adapters.counted import CounterDelta, counted_preemptions
 from preempt_harness.adapters.limited_session import LimitedSession
 from preempt_harness.adapters.openai_answers import ServerPreset, count_of, tokens_of
-from preempt_harness.adapters.openai_request import Arrivals, RequestUnderWay
+from preempt_harness.adapters.openai_request import (
+    Arrivals,
+    NoTokenIdsError,
+    RequestUnderWay,
+)
 from preempt_harness.adapters.openai_server import Endpoint, ServerProcess
 from preempt_harness.adapters.protocol import EngineSettings, SessionInfo
 from preempt_harness.record import AnyEvent, RequestResult, Score
@@ -132,12 +136,22 @@ class HttpSession(LimitedSession):
         return events
 
     def score(self, prompt: Sequence[int], continuation: Sequence[int]) -> list[Score]:
-        """Each token by a request of its own for the one after what came before it."""
+        """Each token by a request of its own for the one after what came before it.
+
+        Raises:
+            NoTokenIdsError: the server keeps a token to itself.
+        """
         scores = []
         for index, token_id in enumerate(continuation):
             body = self._body([*prompt, *continuation[:index]], 1, _SCORE_LOGPROBS)
             answer = self._endpoint.post("/v1/completions", body, _SCORE_TIMEOUT_S)
-            (top, best), *_ = tokens_of(answer["choices"][0])
+            tokens = list(tokens_of(answer["choices"][0]))
+            if not tokens:
+                raise NoTokenIdsError(
+                    f"the server chose a token after {len(prompt) + index} others and does not "
+                    f"name it: {answer['choices'][0]}"
+                )
+            (top, best), *_ = tokens
             (_, top_logprob), (_, second), *rest = sorted(best.items(), key=lambda item: -item[1])
             # A token that is not among the best is at most as likely as the last of them.
             last = rest[-1][1] if rest else second
