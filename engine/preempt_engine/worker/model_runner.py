@@ -166,13 +166,21 @@ class ModelRunner:
         )
 
     def _choose_attention(self, model: CausalLM) -> tuple[RowPlan, AttentionBackend]:
-        config = self.config
-        scale = self.model_config.head_dim**-0.5
-        if not config.deterministic:
-            return RowPlan(1), select_backend(config, self.device, scale=scale, row_plan=None)
+        config, local = self.config, self.shard.local
 
-        def make_attention(row_plan: RowPlan) -> AttentionBackend:
-            return select_backend(config, self.device, scale=scale, row_plan=row_plan)
+        def make_attention(row_plan: RowPlan | None) -> AttentionBackend:
+            return select_backend(
+                config,
+                self.device,
+                scale=local.head_dim**-0.5,
+                row_plan=row_plan,
+                group=local.num_attention_heads // local.num_key_value_heads,
+                dtype=self.dtype,
+                head_dim=local.head_dim,
+            )
+
+        if not config.deterministic:
+            return RowPlan(1), make_attention(None)
 
         setting = ProbeSetting(
             model=self.shard.local,
