@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from preempt_engine.attention.protocol import AttentionMetadata, LayerKVCache
+from preempt_engine.attention.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +63,9 @@ def _decode(metadata: AttentionMetadata, members: list[int]) -> QueryGroup:
     tables = metadata.block_tables[:, : -(-read_len_max // metadata.block_size)]
     rows: slice | Tensor = slice(0, len(members))
     if len(members) < metadata.num_sequences:
-        rows = torch.tensor([metadata.query_start[i] for i in members], device=device)
-        tables = tables.index_select(0, torch.tensor(members, device=device))
-    last = torch.tensor([metadata.read_lens[i] - 1 for i in members], device=device)
+        rows = _int64([metadata.query_start[i] for i in members], device)
+        tables = tables.index_select(0, _int64(members, device))
+    last = _int64([metadata.read_lens[i] - 1 for i in members], device)
     return QueryGroup(
         rows=rows,
         num_sequences=len(members),
@@ -73,6 +75,10 @@ def _decode(metadata: AttentionMetadata, members: list[int]) -> QueryGroup:
         read_len_max=read_len_max,
         causal_from_zero=False,
     )
+
+
+def _int64(values: list[int], device: torch.device) -> Tensor:
+    return to_device(np.array(values, dtype=np.int64), device)
 
 
 def _chunk(metadata: AttentionMetadata, i: int, length: int) -> QueryGroup:
