@@ -43,7 +43,7 @@ _heads = st.sampled_from(
         Heads(4, 2, 8),
         Heads(6, 2, 12),
         Heads(5, 1, 24),
-        Heads(4, 4, 32),
+        Heads(3, 3, 32),
         Heads(18, 1, 16),
     ]
 )
@@ -57,7 +57,7 @@ def _chunk(draw: st.DrawFn) -> Chunk:
     kind = draw(st.sampled_from(["decode", "chunk", "prefill"]))
     if kind == "decode":
         return end - 1, end
-    length = min(end, draw(st.integers(1, 40)))
+    length = min(end, draw(st.integers(1, 20)))
     return (0, length) if kind == "prefill" else (end - length, end)
 
 

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension, computed in float32."""
+    wide = x.float()  # [..., D]
+    mean_square = (wide * wide).mean(-1, keepdim=True)  # [..., 1]
+    wide = wide * torch.rsqrt(mean_square + eps)
+    return wide.to(x.dtype) * weight
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean) / std * weight + bias over the last dimension."""
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 class RMSNorm(nn.Module):
@@ -15,6 +30,10 @@ class RMSNorm(nn.Module):
         eps: added to the mean square.
         dtype: of the weight.
         device: of the weight.
+
+    Attributes:
+        kernel: how it is computed; the model runner replaces it where plain operations are not
+            batch-invariant.
     """
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -23,12 +42,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(
             torch.empty(size, dtype=dtype, device=device), requires_grad=False
         )
+        self.kernel: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()  # [..., D]
-        mean_square = (wide * wide).mean(-1, keepdim=True)  # [..., 1]
-        wide = wide * torch.rsqrt(mean_square + self.eps)
-        return wide.to(x.dtype) * self.weight
+        return self.kernel(x, self.weight, self.eps)  # [..., D]
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
         return {f"{prefix}.weight": self.weight.data}
@@ -42,6 +59,10 @@ class LayerNorm(nn.Module):
         eps: added to the variance.
         dtype: of the parameters.
         device: of the parameters.
+
+    Attributes:
+        kernel: how it is computed; the model runner replaces it where plain operations are not
+            batch-invariant.
     """
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -51,9 +72,10 @@ class LayerNorm(nn.Module):
             torch.empty(size, dtype=dtype, device=device), requires_grad=False
         )
         self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
+        self.kernel: Callable[[Tensor, Tensor, Tensor, float], Tensor] = layer_norm
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)  # [..., D]
+        return self.kernel(x, self.weight, self.bias, self.eps)  # [..., D]
 
     def checkpoint_tensors(self, prefix: str) -> dict[str, Tensor]:
         return {f"{prefix}.weight": self.weight.data, f"{prefix}.bias": self.bias.data}

@@ -22,7 +22,11 @@ from preempt_engine.models.registry import load_model
 from preempt_engine.models.sharding import ModelShard
 from preempt_engine.observer import EngineObserver
 from preempt_engine.step import SchedulerOutput
-from preempt_engine.worker.determinism import ProbeSetting, choose_row_plan
+from preempt_engine.worker.determinism import (
+    ProbeSetting,
+    choose_row_plan,
+    install_invariant_kernels,
+)
 from preempt_engine.worker.kv_cache import KVCache, choose_num_blocks, choose_num_host_blocks
 from preempt_engine.worker.state import WorkerState
 from preempt_engine.worker.step_inputs import StepInputs, build_step_inputs
@@ -189,8 +193,10 @@ class ModelRunner:
             block_size=config.block_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
+        modules = list(model.modules())
+        candidates, matmul = install_invariant_kernels(modules, self.device)
         row_plan = choose_row_plan(
-            list(model.modules()), make_attention, setting, parallel=self.parallel
+            modules, make_attention, setting, candidates, parallel=self.parallel, matmul=matmul
         )
         return row_plan, make_attention(row_plan)
 

@@ -36,9 +36,7 @@ class SwapSpace:
         ConfigError: the host has not that much memory to give.
     """
 
-    def __init__(
-        self, pool: Tensor, num_host_blocks: int, mover: BlockMover | None = None
-    ) -> None:
+    def __init__(self, pool: Tensor, num_host_blocks: int, mover: BlockMover | None = None) -> None:
         self._pool = pool
         layers, kinds, _, *block = pool.shape
         shape = (num_host_blocks, layers, kinds, *block)
