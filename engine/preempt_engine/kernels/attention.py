@@ -23,6 +23,8 @@ from preempt_engine.kernels.jit.blocks import write_kv as write_kv_program
 TILE = 64
 SPLIT = 256
 ROWS = 16
+# Most work items into which single queries are cut; bounds the memory of their parts.
+_MOST_ITEMS = 2048
 # `tl.dot` takes no smaller inner size.
 _SMALLEST_DIM = 16
 _NO_WINDOW = 2**30
@@ -56,8 +58,8 @@ def cut_work(
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Items and row tiles of a step.
 
-    A sequence with one query is read by as many programs as it has splits; with more queries
-    there are programs enough, and each takes all splits of its rows.
+    A sequence with one query is read by as many programs as it has splits. Where there are
+    programs enough, with more queries or many sequences, each takes all splits of its rows.
 
     Args:
         query_lens: [N] queries of each sequence.
@@ -70,9 +72,10 @@ def cut_work(
     items: list[tuple[int, int, int, int]] = []
     row_tiles: list[tuple[int, int, int, int]] = []
     slots = row_slots(group)
+    few = len(read_lens) * -(-max(read_lens) // SPLIT) <= _MOST_ITEMS
     for sequence, (query_len, read_len) in enumerate(zip(query_lens, read_lens, strict=True)):
         num_splits = -(-read_len // SPLIT)
-        step = 1 if query_len == 1 else num_splits
+        step = 1 if query_len == 1 and few else num_splits
         first_tile = (read_len - query_len) * slots // ROWS
         for tile in range(-(-read_len * slots // ROWS) - first_tile):
             first_item = len(items)

@@ -157,6 +157,7 @@ def attend(
         other=0.0,
     )
     query_tile = query_tile.to(tl.float32) * scale
+    last_split = tl.minimum(last_split, tl.cdiv(read_len, split))
     # What the rows see together: [lowest, highest_end).
     highest_end = tl.max(positions, 0) + 1
     lowest = tl.maximum(tl.maximum(tl.min(position, 0), start) - window + 1, 0)
