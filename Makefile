@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test lint format demo demo-smollm2 smollm2 fuzz mutate bench peers peers-transformers-cb peers-llama-cpp clean
+.PHONY: test lint format demo demo-smollm2 smollm2 fuzz mutate bench gpu peers peers-transformers-cb peers-llama-cpp clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -62,6 +62,10 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.exact_step
 	$(BIN)/python -m benchmarks.checked_step
 	$(BIN)/python -m benchmarks.import_time
+
+# GPU tests, the suite over a matrix and benchmarks, with the packages that PYTHON has: no installs.
+gpu:
+	PYTHONPATH=.:engine $(PYTHON) -m benchmarks.gpu
 
 # Other people's engines, each in an environment of its own; see docs/adapters.
 peers: peers-nano-vllm-scheduler peers-vllm-scheduler
