@@ -119,7 +119,7 @@ def decode_rate(llm: LLM, batch: int) -> float:
     """Output tokens a second of a batch, its prefill included."""
     params = SamplingParams(temperature=0, max_tokens=_OUTPUT_TOKENS, ignore_eos=True)
     start = time.perf_counter()
-    llm.generate(_prompts(batch, _PROMPT_TOKENS), params)
+    llm.generate(_prompts(batch, _PROMPT_TOKENS), params, use_tqdm=False)
     return batch * _OUTPUT_TOKENS / (time.perf_counter() - start)
 
 
@@ -127,7 +127,7 @@ def prefill_rate(llm: LLM) -> float:
     """Prompt tokens a second of one prompt."""
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     start = time.perf_counter()
-    llm.generate(_prompts(1, _PREFILL_TOKENS - 8), params)
+    llm.generate(_prompts(1, _PREFILL_TOKENS - 8), params, use_tqdm=False)
     return _PREFILL_TOKENS / (time.perf_counter() - start)
 
 
