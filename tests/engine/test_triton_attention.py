@@ -33,7 +33,7 @@ _QUICK = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],
-    max_examples=12,
+    max_examples=20,
 )
 Chunk = tuple[int, int]
 
@@ -97,7 +97,7 @@ def test_drawn_shapes_of_work_equal_dense_attention(
     torch.testing.assert_close(output, batch.expected.cpu(), rtol=0, atol=_TOLERANCE)
 
 
-@settings(_QUICK, max_examples=4)
+@settings(_QUICK, max_examples=6)
 @given(chunks=_chunks(), heads=_heads, dtype=st.sampled_from([torch.bfloat16, torch.float16]))
 def test_half_precision_is_loaded_and_stored_and_computed_in_float32(
     kernel_device: torch.device, chunks: list[Chunk], heads: Heads, dtype: torch.dtype
@@ -175,7 +175,7 @@ def _rows_in(
     return torch.cat(rows)
 
 
-@settings(_QUICK, max_examples=5)
+@settings(_QUICK, max_examples=8)
 @given(data=st.data(), window=st.sampled_from([None, 9]), block_size=_block_sizes)
 def test_a_row_has_the_same_bits_in_decode_chunk_and_prefill(
     kernel_device: torch.device, data: st.DataObject, window: int | None, block_size: int
