@@ -17,6 +17,7 @@ from torch import Tensor
 from preempt_engine.attention.protocol import LayerKVCache
 from preempt_engine.kernels.jit import attention as programs
 from preempt_engine.kernels.jit.blocks import write_kv as write_kv_program
+from preempt_engine.kernels.launch import launch
 
 # Keys of one matrix product, positions of one split and query rows of one tile. Part of the
 # result's bits, so the same for every step and every kind of GPU.
@@ -127,17 +128,20 @@ def attend(
         # compiler makes one depends on the code around it.
         "enable_fp_fusion": False,
     }
-    programs.attend[(num_items, num_kv_heads)](
-        query,
-        cache.key_slots,
-        cache.value_slots,
-        work.block_tables,
-        work.query_start,
-        work.read_lens,
-        work.items,
-        partial_output,
-        partial_highest,
-        partial_total,
+    parts_of_items = (partial_output, partial_highest, partial_total)
+    launch(
+        programs.attend,
+        (num_items, num_kv_heads),
+        (
+            query,
+            cache.key_slots,
+            cache.value_slots,
+            work.block_tables,
+            work.query_start,
+            work.read_lens,
+            work.items,
+            *parts_of_items,
+        ),
         scale,
         _NO_WINDOW if window is None else window,
         query.stride(0),
@@ -148,14 +152,10 @@ def attend(
         tile=TILE,
         **sizes,
     )
-    programs.finish[(work.row_tiles.shape[0], num_kv_heads)](
-        partial_output,
-        partial_highest,
-        partial_total,
-        work.query_start,
-        work.read_lens,
-        work.row_tiles,
-        result,
+    launch(
+        programs.finish,
+        (work.row_tiles.shape[0], num_kv_heads),
+        (*parts_of_items, work.query_start, work.read_lens, work.row_tiles, result),
         num_kv_heads,
         num_heads,
         **sizes,
@@ -168,12 +168,10 @@ def write_kv(slot_mapping: Tensor, cache: LayerKVCache, key: Tensor, value: Tens
     num_kv_heads, head_dim = key.shape[1:]
     assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1), (key.stride(), value.stride())
     width = num_kv_heads * head_dim
-    write_kv_program[(slot_mapping.shape[0],)](
-        key,
-        value,
-        cache.key_slots,
-        cache.value_slots,
-        slot_mapping,
+    launch(
+        write_kv_program,
+        (slot_mapping.shape[0],),
+        (key, value, cache.key_slots, cache.value_slots, slot_mapping),
         key.stride(0),
         value.stride(0),
         width=width,

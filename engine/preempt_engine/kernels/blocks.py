@@ -6,6 +6,7 @@ import triton
 from torch import Tensor
 
 from preempt_engine.kernels.jit import blocks as programs
+from preempt_engine.kernels.launch import launch
 
 # Elements that one program copies.
 _CHUNK = 1024
@@ -33,4 +34,4 @@ def _launch(program: triton.JITFunction, pool: Tensor, block_ids: Tensor, blocks
     num_planes, num_blocks = pool.shape[0] * pool.shape[1], pool.shape[2]
     width = pool[0, 0, 0].numel()
     grid = (block_ids.shape[0], num_planes, triton.cdiv(width, _CHUNK))
-    program[grid](pool, block_ids, blocks, num_planes, num_blocks, width, chunk=_CHUNK)
+    launch(program, grid, (pool, block_ids, blocks), num_planes, num_blocks, width, chunk=_CHUNK)

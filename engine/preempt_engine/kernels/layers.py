@@ -8,6 +8,7 @@ from torch import Tensor
 
 from preempt_engine.kernels.availability import kernels_are_interpreted
 from preempt_engine.kernels.jit import layers as programs
+from preempt_engine.kernels.launch import launch
 
 # Part of the result's bits, so chosen by nothing but the dtype.
 ROWS, COLUMNS = 32, 64
@@ -32,11 +33,10 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     output = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
     is_32_bit = x.dtype == torch.float32
     grid = (triton.cdiv(num_columns, COLUMNS), triton.cdiv(num_rows, ROWS))
-    programs.matmul[grid](
-        x,
-        weight,
-        weight if bias is None else bias,
-        output,
+    launch(
+        programs.matmul,
+        grid,
+        (x, weight, weight if bias is None else bias, output),
         num_rows,
         num_columns,
         inner,
@@ -55,8 +55,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     size = weight.shape[0]
     rows = x.reshape(-1, size).contiguous()  # [R, D]
     output = torch.empty_like(rows)
-    programs.rms_norm[(rows.shape[0],)](
-        rows, weight, output, size, eps, padded_size=triton.next_power_of_2(size)
+    launch(
+        programs.rms_norm,
+        (rows.shape[0],),
+        (rows, weight, output),
+        size,
+        eps,
+        padded_size=triton.next_power_of_2(size),
     )
     return output.view(x.shape)
 
@@ -66,7 +71,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     size = weight.shape[0]
     rows = x.reshape(-1, size).contiguous()  # [R, D]
     output = torch.empty_like(rows)
-    programs.layer_norm[(rows.shape[0],)](
-        rows, weight, bias, output, size, eps, padded_size=triton.next_power_of_2(size)
+    launch(
+        programs.layer_norm,
+        (rows.shape[0],),
+        (rows, weight, bias, output),
+        size,
+        eps,
+        padded_size=triton.next_power_of_2(size),
     )
     return output.view(x.shape)

@@ -204,7 +204,8 @@ class CudaCapture:
                 output = run()
 
         def replay() -> Tensor:
-            graph.replay()
+            with torch.cuda.device(self._device):
+                graph.replay()
             return output
 
         return replay
