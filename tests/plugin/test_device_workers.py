@@ -24,7 +24,8 @@ import os, pathlib
 
 def pytest_sessionstart(session):
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        worker = os.environ.get("PYTEST_XDIST_WORKER", "controller")
+        # Not by the environment: the session around this one may be a worker itself.
+        worker = getattr(session.config, "workerinput", {}).get("workerid", "controller")
         pathlib.Path(f"devices-{worker}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
 """
 
