@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test lint format demo demo-smollm2 smollm2 fuzz mutate bench gpu peers peers-transformers-cb peers-llama-cpp clean
+.PHONY: test lint format demo demo-smollm2 smollm2 fuzz mutate bench gpu peers clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,20 +35,6 @@ demo-smollm2: smollm2
 demo: $(STAMP)
 	$(BIN)/python -m pytest -p preempt_harness --pyargs preempt_harness.suite -v
 
-# Whole engines of other people; docs/adapters says what to expect.
-peers: peers-transformers-cb peers-llama-cpp
-
-peers-transformers-cb: $(STAMP)
-	$(BIN)/python -m pytest -q -p preempt_harness --pyargs preempt_harness.suite --preempt-engine transformers-cb
-
-.venv-peers-llama-cpp/.installed: peers/llama-cpp.sh
-	$(PYTHON) -m venv .venv-peers-llama-cpp
-	sh peers/llama-cpp.sh .venv-peers-llama-cpp/bin/python
-	touch $@
-
-peers-llama-cpp: $(STAMP) .venv-peers-llama-cpp/.installed
-	sh peers/run-llama-cpp.sh $(BIN)/python .venv-peers-llama-cpp/bin/python
-
 fuzz: $(STAMP)
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -n 2 -m "not gpu"
 
@@ -67,22 +53,36 @@ bench: $(STAMP)
 gpu:
 	PYTHONPATH=.:engine $(PYTHON) -m benchmarks.gpu
 
-# Other people's engines, each in an environment of its own; see docs/adapters.
-peers: peers-nano-vllm-scheduler peers-vllm-scheduler
+# Other people's engines, one after another, each in an environment of its own; docs/adapters says
+# what to expect.
+PEERS := transformers-cb llama-cpp nano-vllm-scheduler vllm-scheduler
+SUITE := -m pytest -q -p preempt_harness --pyargs preempt_harness.suite
+PEER_ENV = .venv-peers-$(@:peers-%=%)/bin/python
 
-.venv-peers-%/.installed: peers/%.sh pyproject.toml
+.PHONY: $(PEERS:%=peers-%)
+# Tiny models gain nothing from threads, which wait for each other busily where cores are shared.
+$(PEERS:%=peers-%): export OMP_NUM_THREADS := 1
+peers: $(PEERS:%=peers-%)
+
+.venv-peers-%/.installed: benchmarks/peers/%.sh pyproject.toml
 	$(PYTHON) -m venv .venv-peers-$*
-	sh peers/$*.sh .venv-peers-$*/bin/python
+	sh benchmarks/peers/$*.sh .venv-peers-$*/bin/python
 	touch $@
 
+peers-transformers-cb: $(STAMP)
+	$(BIN)/python $(SUITE) --preempt-engine transformers-cb
+
+peers-llama-cpp: $(STAMP) .venv-peers-llama-cpp/.installed
+	sh benchmarks/peers/run-llama-cpp.sh $(BIN)/python $(PEER_ENV)
+
 peers-nano-vllm-scheduler: .venv-peers-nano-vllm-scheduler/.installed
-	.venv-peers-nano-vllm-scheduler/bin/python -m pytest -q tests/harness/test_nano_vllm_scheduler.py
-	.venv-peers-nano-vllm-scheduler/bin/python -m pytest -q -p preempt_harness --pyargs preempt_harness.suite --preempt-engine nano-vllm-scheduler
+	$(PEER_ENV) -m pytest -q tests/harness/test_nano_vllm_scheduler.py tests/harness/test_engine_signatures.py
+	$(PEER_ENV) $(SUITE) --preempt-engine nano-vllm-scheduler
 
 peers-vllm-scheduler: .venv-peers-vllm-scheduler/.installed
-	.venv-peers-vllm-scheduler/bin/python -m pytest -q tests/harness/test_vllm_scheduler.py
-	.venv-peers-vllm-scheduler/bin/python -m pytest -q -p preempt_harness --pyargs preempt_harness.suite --preempt-engine vllm-scheduler
-	.venv-peers-vllm-scheduler/bin/python -m pytest -q -p preempt_harness --pyargs preempt_harness.suite --preempt-engine vllm-scheduler-async
+	$(PEER_ENV) -m pytest -q tests/harness/test_vllm_scheduler.py tests/harness/test_vllm_on_cpu.py tests/harness/test_engine_signatures.py
+	$(PEER_ENV) $(SUITE) --preempt-engine vllm-scheduler
+	$(PEER_ENV) $(SUITE) --preempt-engine vllm-scheduler-async
 
 clean:
 	rm -rf $(VENV) .venv-peers-* .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,11 +2,13 @@
 
     python -m benchmarks.mutation block_manager --sample 100
     python -m benchmarks.mutation scheduler budget --sample 60 --seed 1
+    python -m benchmarks.mutation scheduler --by search     # or suite: is the harness enough?
 
 Needs `pip install cosmic-ray`. The repository's files are staged in a temporary folder, so that the
 working tree is never changed. Changes of type annotations, which cannot matter, are left out; of
-the rest a sample is drawn. Each is tested by the target's own tests, the first failure ends it. A
-list of survivors is printed: each is a missing test, or a change that makes no difference.
+the rest a sample is drawn. Each is tested by the target's own tests, or by the harness alone, with
+its generic search or the suite that ships. The first failure ends it. A list of survivors is
+printed: each is a missing test, or a change that makes no difference.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+SEARCH_TRIALS = 600
 CONFIG = """
 [cosmic-ray]
 module-path = ["{module}"]
@@ -77,6 +80,8 @@ _CHECK_TESTS = (
 TARGETS = {
     "block_manager": Target("engine/preempt_engine/block_manager.py", _ENGINE_TESTS),
     "scheduler": Target("engine/preempt_engine/scheduler.py", _ENGINE_TESTS),
+    "residency": Target("engine/preempt_engine/residency.py", _ENGINE_TESTS),
+    "branches": Target("engine/preempt_engine/branches.py", _ENGINE_TESTS),
     "victims": Target("engine/preempt_engine/victims.py", _ENGINE_TESTS),
     "admission": Target("engine/preempt_engine/admission.py", _ENGINE_TESTS),
     "swapping": Target("engine/preempt_engine/swapping.py", _ENGINE_TESTS),
@@ -94,15 +99,16 @@ def main() -> int:
     parser.add_argument("targets", nargs="+", choices=sorted(TARGETS))
     parser.add_argument("--sample", type=int, default=60, help="mutants of each target")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--by", choices=("tests", "search", "suite"), default="tests")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="preempt-mutation-") as folder:
         stage(Path(folder))
         for name in arguments.targets:
             target = TARGETS[name]
-            if not passes(Path(folder), target):
+            if not passes(Path(folder), command(target, arguments.by)):
                 print(f"{name}: the tests fail on the unchanged source", file=sys.stderr)
                 return 1
-            run(name, target, Path(folder), arguments.sample, arguments.seed)
+            run(name, target, Path(folder), arguments)
     return 0
 
 
@@ -120,36 +126,46 @@ def stage(folder: Path) -> None:
             shutil.copy2(name, folder / name)
 
 
-def command(target: Target) -> list[str]:
-    """The test run of one mutant."""
-    return [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *target.tests]
+def command(target: Target, by: str) -> list[str]:
+    """What is run for one mutant; a status other than 0 means that it was noticed."""
+    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    if by == "tests":
+        return [*pytest, *target.tests]
+    if by == "suite":
+        return [*pytest, "-p", "preempt_harness", "--pyargs", "preempt_harness.suite"]
+    search = "benchmarks.strategy_campaign --strategies random --trials"
+    return [sys.executable, "-m", *search.split(), str(SEARCH_TRIALS)]
 
 
-def passes(folder: Path, target: Target) -> bool:
-    """Whether the tests pass on the unchanged source."""
-    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        command(target), cwd=folder, capture_output=True, text=True, env=environment
-    )
+def passes(folder: Path, arguments: Sequence[str]) -> bool:
+    """Whether the unchanged source is found to be right."""
+    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, env=environment())
     if done.returncode:
-        print(done.stdout[-2000:], file=sys.stderr)
+        print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
     return done.returncode == 0
 
 
-def run(name: str, target: Target, folder: Path, sample: int, seed: int) -> None:
+def environment() -> dict[str, str]:
+    """Of every run in the staged copy."""
+    path = os.pathsep.join((".", "engine"))
+    return os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": path}
+
+
+def run(name: str, target: Target, folder: Path, arguments: argparse.Namespace) -> None:
     """Mutate, test, and print what survived."""
     from cosmic_ray.work_db import WorkDB, use_db
     from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
 
     started = time.perf_counter()
+    test = command(target, arguments.by)
     config = folder / f"{name}.toml"
-    config.write_text(CONFIG.format(module=target.module, command=" ".join(command(target))))
+    config.write_text(CONFIG.format(module=target.module, command=" ".join(test)))
     database = folder / f"{name}.sqlite"
     cosmic_ray(folder, "init", config, database)
     with use_db(database, WorkDB.Mode.open) as work:
         annotations = annotated(folder / target.module)
         items = [item for item in work.work_items if not _within(item, annotations)]
-        chosen = random.Random(seed).sample(items, min(sample, len(items)))
+        chosen = random.Random(arguments.seed).sample(items, min(arguments.sample, len(items)))
         wanted = {item.job_id for item in chosen}
         left_out = WorkResult(worker_outcome=WorkerOutcome.SKIPPED)
         rest = [item.job_id for item in work.work_items if item.job_id not in wanted]
@@ -165,8 +181,9 @@ def run(name: str, target: Target, folder: Path, sample: int, seed: int) -> None
     outcomes = Counter(str(result.test_outcome or result.worker_outcome) for _, result in tested)
     killed = outcomes[str(TestOutcome.KILLED)]
     print(
-        f"{name}: {killed} of {len(tested)} found ({killed / max(len(tested), 1):.0%}), drawn from "
-        f"{len(items)}; {dict(outcomes)}; {time.perf_counter() - started:.0f} s"
+        f"{name} by {arguments.by}: {killed} of {len(tested)} found "
+        f"({killed / max(len(tested), 1):.0%}), drawn from {len(items)}; "
+        f"{dict(outcomes)}; {time.perf_counter() - started:.0f} s"
     )
     for mutation, result in sorted(survivors, key=lambda pair: pair[0].start_pos):
         print(f"  line {mutation.start_pos[0]} in {mutation.definition_name}:")
@@ -177,7 +194,10 @@ def run(name: str, target: Target, folder: Path, sample: int, seed: int) -> None
 def cosmic_ray(folder: Path, action: str, *paths: Path) -> None:
     """A subcommand of the tool, in the staged copy."""
     subprocess.run(
-        [sys.executable, "-m", "cosmic_ray.cli", action, *map(str, paths)], cwd=folder, check=True
+        [sys.executable, "-m", "cosmic_ray.cli", action, *map(str, paths)],
+        cwd=folder,
+        env=environment(),
+        check=True,
     )
 
 

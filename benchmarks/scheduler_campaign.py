@@ -16,7 +16,8 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -31,34 +32,34 @@ from preempt_harness.record import Preempted, StepLaunched, TrialRecord
 from preempt_harness.trial import Trial, run_trial
 from preempt_harness.workload import RequestSpec
 
-Options = Callable[[random.Random], dict[str, object]]
 _SHOWN_SEEDS = 5
 
 
-def vllm_options(source: random.Random) -> dict[str, object]:
-    """Half of the trials asynchronous, a third with drafts."""
-    options: dict[str, object] = {"async_scheduling": source.random() < 0.5}
-    if source.random() < 0.35:
-        options["num_speculative_tokens"] = source.randint(1, 4)
-        options["draft_accuracy"] = source.choice((0.0, 0.5, 0.9, 1.0))
-    return options
-
-
-OPTIONS: dict[str, Options] = {"vllm-scheduler": vllm_options}
+def drawn_settings(source: random.Random, adapter: EngineAdapter) -> dict[str, Any]:
+    """Half of the trials with a step decided ahead and a third with drafts, where there are any."""
+    settings: dict[str, Any] = {}
+    if protocol.ASYNC_SCHEDULING in adapter.capabilities:
+        settings["async_scheduling"] = int(source.random() < 0.5)
+    if protocol.SPECULATION in adapter.capabilities and source.random() < 0.35:
+        settings["speculative_config"] = {
+            "method": "scripted",
+            "num_speculative_tokens": source.randint(1, 4),
+            "acceptance_rate": source.choice((0.0, 0.5, 0.9, 1.0)),
+        }
+    return settings
 
 
 def drawn_trial(seed: int, adapter: EngineAdapter, *, clean: bool) -> Trial:
     """The trial of a seed."""
     source = random.Random(f"{seed}/scheduler campaign")
     settings = random_settings(source, adapter, "exact")
-    options = OPTIONS.get(adapter.name, lambda _: {})(source)
-    drafts = options.get("num_speculative_tokens", 0)
-    assert isinstance(drafts, int)
+    drawn = drawn_settings(source, adapter)
+    drafts = drawn.get("speculative_config", {}).get("num_speculative_tokens", 0)
     # Below, vLLM 0.33 waits for ever for a step that holds a token and its drafts.
     budget = max(settings.max_num_batched_tokens, 1 + drafts)
     settings = msgspec.structs.replace(
         settings,
-        options=options,
+        **drawn,
         enable_prefix_caching=source.random() < 0.6,
         max_num_batched_tokens=budget,
         max_num_seqs=min(settings.max_num_seqs, budget),  # every engine decodes one token each
@@ -85,9 +86,9 @@ def _with_room(trial: Trial, adapter: EngineAdapter) -> Trial:
 def features(settings: EngineSettings, trial: Trial) -> Iterator[str]:
     """What a trial exercises, by name."""
     kinds = {operation.kind for operation in trial.workload.operations}
-    if settings.options.get("async_scheduling"):
+    if settings.async_scheduling:
         yield "asynchronous"
-    if settings.options.get("num_speculative_tokens"):
+    if settings.speculative_config is not None:
         yield "drafts"
     if settings.scheduling_policy == "priority":
         yield "priority"

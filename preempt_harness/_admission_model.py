@@ -10,7 +10,7 @@ import msgspec
 from preempt_harness.errors import HarnessError
 from preempt_harness.workload import RequestSpec
 
-AdmissionPolicy = Literal["full_prompt", "chunk", "output_reserved", "greedy"]
+AdmissionPolicy = Literal["full_prompt", "full_fit", "chunk", "output_reserved", "greedy"]
 
 
 class AdmissionModelError(HarnessError, ValueError):
@@ -27,6 +27,7 @@ class AdmissionModel(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         policy: what admission asks of the pool.
             "full_prompt": blocks for all tokens known, taken at once.
+            "full_fit": blocks for all tokens known must be free; a chunk takes its own.
             "chunk": blocks for the first chunk; later chunks may run out of blocks.
             "output_reserved": blocks for prompt and longest output, taken at once; such an engine
             never preempts.
@@ -41,6 +42,10 @@ class AdmissionModel(msgspec.Struct, frozen=True, kw_only=True):
             then brings one token to so many and one more; drafts have what the known tokens of
             running requests leave of budget and blocks, and a request that is admitted beside
             others finds room for its first ones.
+        drafts_first: a request's drafts take budget before the known tokens of those behind it, and
+            admission leaves no room for drafts.
+        last_token_needs_room: the pool must have room for a request's last token, which is never
+            computed: such an engine checks its longest length against the pool.
         max_model_len: most tokens of a request, prompt and output; None is no limit.
         prefix_caching: full computed blocks are shared, and stay findable when they are freed.
         predicts: the engine does exactly what `simulate` plays, so that a trial without a plan
@@ -55,6 +60,8 @@ class AdmissionModel(msgspec.Struct, frozen=True, kw_only=True):
     reserved_blocks: int = 0
     lookahead_tokens: int = 0
     draft_tokens: int = 0
+    drafts_first: bool = False
+    last_token_needs_room: bool = False
     max_model_len: int | None = None
     prefix_caching: bool = True
     predicts: bool = False
@@ -96,8 +103,11 @@ class AdmissionModel(msgspec.Struct, frozen=True, kw_only=True):
         return total if self.max_model_len is None else min(total, self.max_model_len)
 
     def output_limit(self, request: RequestSpec) -> int:
-        """Most output tokens the request can have in a pool without end; 0 if it cannot run."""
-        limit = request.sampling.max_tokens
+        """Most output tokens the request can have in a pool without end; 0 if it cannot run.
+
+        One that asks for none counts as one that asks for one: either ends with its prompt.
+        """
+        limit = max(1, request.sampling.max_tokens)
         if self.max_model_len is None:
             return limit
         return max(0, min(limit, self.max_model_len - request.num_prompt_tokens))

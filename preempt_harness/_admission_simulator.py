@@ -167,6 +167,7 @@ class _Run:
         self.num_recomputed = 0
         self.num_accepted_drafts = 0
         self.draft_room = 0  # of the step's token budget
+        self.own_draft_room: dict[str, int] = {}  # where drafts come first: request -> latest share
 
     def play(self) -> Simulation:
         """All steps until nothing is left."""
@@ -249,6 +250,7 @@ class _Run:
                 break
             scheduled.append((request, end))
             budget -= end - request.num_computed
+            budget -= self._take_drafts(request, end, budget)
             index += 1
         if len(self.preemptions) > num_before:
             return scheduled
@@ -261,6 +263,13 @@ class _Run:
             scheduled.append((request, end))
             budget -= end - request.num_computed
         return scheduled
+
+    def _take_drafts(self, request: _Request, end: int, budget: int) -> int:
+        """Tokens of the budget that a request's drafts have before whoever comes after it."""
+        if not self.model.drafts_first or end < len(request.tokens) or not request.num_outputs:
+            return 0
+        self.own_draft_room[request.spec.id] = min(self.model.draft_tokens, budget)
+        return self.own_draft_room[request.spec.id]
 
     @staticmethod
     def _num_left(request: _Request) -> int:
@@ -317,6 +326,7 @@ class _Run:
                 return None
         num_reserved = {
             "full_prompt": len(request.tokens),
+            "full_fit": len(request.tokens),
             "chunk": end,
             "greedy": end,
             "output_reserved": model.with_lookahead(
@@ -326,6 +336,8 @@ class _Run:
         needed = model.blocks_for(num_reserved) - len(hits)
         if needed + self._num_lookahead_blocks(request) > room:
             return None
+        if model.policy == "full_fit":
+            needed = model.blocks_for(end) - len(hits)
         pool.share(hits)
         request.table = hits + pool.take(needed)
         request.num_findable = len(hits)
@@ -335,7 +347,7 @@ class _Run:
 
     def _num_lookahead_blocks(self, request: _Request) -> int:
         """Room for first drafts, which an engine that drafts wants beside others."""
-        if not self.running:
+        if not self.running or self.model.drafts_first:
             return 0
         model, known = self.model, len(request.tokens)
         most = request.spec.num_prompt_tokens + request.num_outputs_wanted - 1
@@ -359,7 +371,10 @@ class _Run:
         """Accepted drafts and one token more, of which all but that one are computed."""
         left = request.num_outputs_wanted - request.num_outputs
         drafts = self.num_accepted_drafts if request.num_outputs else 0
-        count = min(left, 1 + min(drafts, self.draft_room))
+        room = self.draft_room
+        if self.model.drafts_first:
+            room = self.own_draft_room.get(request.spec.id, 0)
+        count = min(left, 1 + min(drafts, room))
         self.draft_room -= count - 1
         for _ in range(count):
             request.append_output()

@@ -73,7 +73,8 @@ def _demand(
     else:
         most = least = limit
     prompt = spec.num_prompt_tokens
-    tokens = model.with_lookahead(prompt + most - 1)
+    uncomputed = 0 if model.last_token_needs_room else 1
+    tokens = model.with_lookahead(prompt + most - uncomputed)
     ahead = f" + {model.lookahead_tokens}" if model.lookahead_tokens else ""
     return Demand(
         request=spec.id,
@@ -83,7 +84,7 @@ def _demand(
         least_outputs=least,
         abort_step=abort_step,
         most_blocks=model.blocks_for(tokens),
-        formula=f"{spec.id}: ceil(({prompt} + {most} - 1{ahead}) / {model.block_size})"
+        formula=f"{spec.id}: ceil(({prompt} + {most} - {uncomputed}{ahead}) / {model.block_size})"
         f" = {model.blocks_for(tokens)}",
     )
 

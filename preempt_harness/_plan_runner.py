@@ -9,10 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, assert_never
+from typing import Literal, assert_never
 
 import msgspec
 
+from preempt_harness._plan import PreemptionPlan
 from preempt_harness._plan_actions import (
     Abort,
     Action,
@@ -34,9 +35,6 @@ from preempt_harness._plan_actions import (
 from preempt_harness._plan_syntax import encode_action, encode_anchor
 from preempt_harness._plan_views import RequestView
 from preempt_harness.record import PlanApplied, PlanMissed
-
-if TYPE_CHECKING:
-    from preempt_harness.plan import PreemptionPlan
 
 Views = Mapping[str, RequestView]
 

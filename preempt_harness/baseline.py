@@ -48,8 +48,8 @@ class BaselineStore:
     ) -> Baseline:
         """The baseline of a workload under these settings, whatever their block count.
 
-        Nothing is drafted or decided ahead in it: that this changes no output is part of the
-        comparison.
+        Nothing is drafted or decided ahead in it, and no queue is limited: that this changes no
+        output is part of the comparison.
 
         Args:
             settings, workload, adapter: of the trial that is compared.
@@ -61,7 +61,9 @@ class BaselineStore:
             BaselineError: a request cannot run alone and give the same output.
         """
         workload = undisturbed(workload)
-        settings = msgspec.structs.replace(settings, speculative_config=None, async_scheduling=0)
+        settings = msgspec.structs.replace(
+            settings, speculative_config=None, async_scheduling=0, max_waiting_requests=None
+        )
         if kind == "solo":
             uncached = msgspec.structs.replace(settings, enable_prefix_caching=False)
             return combined(

@@ -8,7 +8,7 @@ are drawn from [4, vocab_size), since lower ids are often special.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -41,6 +41,15 @@ FEATURES = (
     "priorities",
     "running_resets",  # preempt all that run, and forget cached content
 )
+
+LATER_FEATURES = (
+    "second_batch",  # half of the requests arrive when the others have long ended
+    "few_tokens",  # outputs of no token, or of one
+    "bad_words",  # few ids are likely, and some of them may not follow others
+    "stop_strings",  # likewise, and some of them one after another are a stop
+    "grammars",  # regular expressions
+)
+"""Features that change a workload when it is drawn, each by draws of its own."""
 
 
 class GeneratorError(HarnessError, ValueError):
@@ -262,8 +271,9 @@ def random_workload(
         max_requests: most requests.
         max_blocks: longest prompt in blocks; "long_prompts" triples it.
         max_tokens: longest output.
-        features: of `FEATURES`; None leaves each out with probability one half, so that what one
-            feature hides shows in a workload without it (swarm testing: Groce et al., ISSTA 2012).
+        features: of `FEATURES` and `LATER_FEATURES`; None leaves each of the former out with
+            probability one half, so that what one feature hides shows in a workload without it
+            (swarm testing: Groce et al., ISSTA 2012).
     """
     source = random.Random(f"{seed}/random")
     chosen = [name for name in FEATURES if source.random() < 0.5] if features is None else features
@@ -286,10 +296,14 @@ def random_workload(
                 priority=source.randrange(_PRIORITIES) if "priorities" in wanted else 0,
             )
         )
-    return Workload(
+    workload = Workload(
         requests=in_order_of_arrival(requests),
         operations=_random_operations(source, len(requests), max_tokens, wanted),
     )
+    for name in LATER_FEATURES:
+        if name in wanted:
+            workload = _LATER[name](random.Random(f"{seed}/{name}"), workload, vocab_size)
+    return workload
 
 
 def check_features(features: Iterable[str]) -> frozenset[str]:
@@ -299,9 +313,10 @@ def check_features(features: Iterable[str]) -> frozenset[str]:
         GeneratorError: one is unknown.
     """
     chosen = frozenset(features)
-    for name in sorted(chosen - set(FEATURES)):
+    known = (*FEATURES, *LATER_FEATURES)
+    for name in sorted(chosen - set(known)):
         raise GeneratorError(
-            f"Workload feature {name!r} is unknown.", f"Known: {', '.join(FEATURES)}."
+            f"Workload feature {name!r} is unknown.", f"Known: {', '.join(known)}."
         )
     return chosen
 
@@ -421,6 +436,162 @@ def _random_operations(
         step = source.randint(1, 2 * max_tokens)
         operations.append(Operation(kind="reset_prefix_cache", step=step))
     return operations
+
+
+# Later features -----------------------------------------------------------------------------------
+
+
+def with_continuation(
+    source: random.Random, workload: Workload, *, text: Sequence[int], of: int, block_size: int
+) -> Workload:
+    """Another request's prompt becomes what one request's text will be.
+
+    A prefix cache may then find blocks that hold outputs. The prompt is cut at a block boundary of
+    the outputs, or one token beside it, and goes on with a token of its own or not. Often the
+    output itself ends at that boundary, so that its last token was never computed.
+
+    Args:
+        source: of the draws.
+        workload: of two requests or more.
+        text: prompt and outputs of the request whose text it is.
+        of: its index; the shorter its output, the same it begins with.
+        block_size: of the pool.
+    """
+    first = workload.requests[of]
+    other = source.choice([index for index in range(len(workload.requests)) if index != of])
+    boundaries = range(
+        (first.num_prompt_tokens // block_size + 1) * block_size, len(text) + 1, block_size
+    )
+    end = source.choice([*boundaries, len(text)])
+    requests = list(workload.requests)
+    if boundaries and source.random() < 0.5:
+        end = source.choice(boundaries)
+        sampling = msgspec.structs.replace(
+            first.sampling, max_tokens=end - first.num_prompt_tokens, min_tokens=0
+        )
+        requests[of] = msgspec.structs.replace(first, sampling=sampling)
+    prompt = [*text[: max(1, end + source.choice((0, 0, 1, -1)))]]
+    if source.random() < 0.5:
+        prompt.append(requests[other].prompt_token_ids[0])
+    requests[other] = msgspec.structs.replace(
+        requests[other],
+        prompt_token_ids=prompt,
+        arrival_step=first.arrival_step + source.randint(1, 2 * len(text)),
+    )
+    return msgspec.structs.replace(workload, requests=in_order_of_arrival(requests))
+
+
+def _second_batch(source: random.Random, workload: Workload, vocab_size: int) -> Workload:
+    """The later half arrives together, after more steps than the others can well take."""
+    requests = list(workload.requests)
+    half = (len(requests) + 1) // 2
+    end = 1 + max(request.arrival_step for request in requests[:half])
+    end += sum(
+        request.num_prompt_tokens + request.sampling.max_tokens for request in requests[:half]
+    )
+    requests[half:] = [
+        msgspec.structs.replace(request, arrival_step=end) for request in requests[half:]
+    ]
+    return msgspec.structs.replace(workload, requests=requests)
+
+
+def _few_tokens(source: random.Random, workload: Workload, vocab_size: int) -> Workload:
+    def changed(sampling: SamplingSpec) -> SamplingSpec:
+        length = source.choice((0, 0, 1, 1, sampling.max_tokens))
+        if sampling.beam is not None or sampling.n > 1:
+            length = max(1, length)
+        return msgspec.structs.replace(
+            sampling, max_tokens=length, min_tokens=min(sampling.min_tokens, length)
+        )
+
+    return _with_samplings(workload, changed)
+
+
+_LIKELY = 3
+"""Ids that a bias makes likely: short words of them come up again and again."""
+
+_BIAS = 8.0
+
+
+def _likely_ids(source: random.Random, vocab_size: int) -> list[int]:
+    """Of those that stand for one visible character each; a byte-level tokenizer has them too."""
+    return source.sample(range(FIRST_ORDINARY_ID, min(vocab_size, _VISIBLE)), _LIKELY)
+
+
+_VISIBLE = 64
+_FIRST_VISIBLE = ord("!")
+
+
+def _word(token_ids: Iterable[int]) -> str:
+    return "".join(chr(_FIRST_VISIBLE + token_id) for token_id in token_ids)
+
+
+def _bad_words(source: random.Random, workload: Workload, vocab_size: int) -> Workload:
+    likely = _likely_ids(source, vocab_size)
+
+    def changed(sampling: SamplingSpec) -> SamplingSpec:
+        pairs = source.sample([(a, b) for a in likely for b in likely], 4)
+        return msgspec.structs.replace(
+            sampling,
+            logit_bias=tuple((token_id, _BIAS) for token_id in likely),
+            bad_words=tuple(_word(pair) for pair in pairs),
+        )
+
+    return _with_samplings(workload, changed, plain=True)
+
+
+def _stop_strings(source: random.Random, workload: Workload, vocab_size: int) -> Workload:
+    likely = _likely_ids(source, vocab_size)
+
+    def changed(sampling: SamplingSpec) -> SamplingSpec:
+        words = [_word(source.choices(likely, k=source.choice((2, 3)))) for _ in range(2)]
+        return msgspec.structs.replace(
+            sampling, logit_bias=tuple((token_id, _BIAS) for token_id in likely), stop=tuple(words)
+        )
+
+    return _with_samplings(workload, changed, plain=True)
+
+
+_REGEXES = ("[0-9]{4,30}", "(AB|CD|EF){2,12}", "[A-F]{3,20}[0-9]", "A(0|1)*B")
+
+
+def _grammars(source: random.Random, workload: Workload, vocab_size: int) -> Workload:
+    def changed(sampling: SamplingSpec) -> SamplingSpec:
+        # What else forbids or ends could leave no token at all.
+        return msgspec.structs.replace(
+            sampling,
+            regex=source.choice(_REGEXES),
+            ignore_eos=False,
+            stop=(),
+            stop_token_ids=(),
+            min_tokens=0,
+            logits_processors=(),
+            bad_words=(),
+        )
+
+    return _with_samplings(workload, changed, plain=True)
+
+
+def _with_samplings(
+    workload: Workload, changed: Callable[[SamplingSpec], SamplingSpec], *, plain: bool = False
+) -> Workload:
+    """Every request with other parameters; with `plain` those of beam searches stay."""
+    requests = [
+        request
+        if plain and request.sampling.beam is not None
+        else msgspec.structs.replace(request, sampling=changed(request.sampling))
+        for request in workload.requests
+    ]
+    return msgspec.structs.replace(workload, requests=requests)
+
+
+_LATER: dict[str, Callable[[random.Random, Workload, int], Workload]] = {
+    "second_batch": _second_batch,
+    "few_tokens": _few_tokens,
+    "bad_words": _bad_words,
+    "stop_strings": _stop_strings,
+    "grammars": _grammars,
+}
 
 
 def _shaped(

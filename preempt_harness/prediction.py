@@ -22,7 +22,8 @@ def predict(trial: Trial, record: TrialRecord, admission: AdmissionModel) -> Sim
     baseline = record.baseline
     if not admission.predicts or trial.plan or baseline is None:
         return None
-    if trial.settings.scheduling_policy != "fcfs":
+    settings = trial.settings
+    if settings.scheduling_policy != "fcfs" or settings.max_waiting_requests is not None:
         return None
     for request in trial.workload.requests:
         sampling = request.sampling

@@ -173,11 +173,8 @@ UNREACHABLE_RULES = (
         lambda pair: "accepted" in pair and pair.get("phase", "decode") != "decode",
     ),
     Rule(
-        "steps are not decided ahead of drafts",
-        lambda pair: (
-            pair.get("ahead", "0") != "0"
-            and (pair.get("drafts", "off") != "off" or "accepted" in pair)
-        ),
+        "steps are not decided ahead of a draft model",
+        lambda pair: pair.get("ahead", "0") != "0" and pair.get("drafts") == "draft_model",
     ),
 )
 

@@ -278,6 +278,11 @@ def _check_capabilities(trial: Trial, plan: PreemptionPlan, adapter: EngineAdapt
             f"Engine {adapter.name!r} cannot do what this trial needs: {', '.join(lacking)}.",
             "Mark the test with preempt_requires(...) so that it is skipped there.",
         )
+    refusal = protocol.refusal_of(adapter, trial.settings)
+    if refusal is not None:
+        raise UnsupportedTrialError(
+            f"Engine {adapter.name!r} refuses {refusal}.", "Leave it out, or give another value."
+        )
 
 
 def _engine_features(trial: Trial) -> set[str]:

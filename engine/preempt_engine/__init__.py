@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from preempt_engine.config import EngineConfig
     from preempt_engine.llm import LLM
     from preempt_engine.outputs import CompletionOutput, RequestOutput, StreamDelta, TokenScore
+    from preempt_engine.sampling.logits_processor import LogitsProcessor
     from preempt_engine.sampling.params import (
         BeamSearchParams,
         SamplingParams,
         StructuredOutputsParams,
     )
-    from preempt_engine.sampling.processors import LogitsProcessor
 
 __all__ = [
     "LLM",
@@ -43,7 +43,7 @@ _HOMES = {
     "SamplingParams": "preempt_engine.sampling.params",
     "StreamDelta": "preempt_engine.outputs",
     "StructuredOutputsParams": "preempt_engine.sampling.params",
-    "LogitsProcessor": "preempt_engine.sampling.processors",
+    "LogitsProcessor": "preempt_engine.sampling.logits_processor",
 }
 
 

@@ -243,6 +243,8 @@ class BlockManager:
         if not self.enable_prefix_caching or sequence.cache_epoch != self._num_resets:
             return
         num_full = sequence.num_computed_tokens // self.block_size
+        if num_full <= sequence.num_findable_blocks:
+            return
         if sequence.draft_token_ids:  # which are no content
             num_full = min(num_full, sequence.num_tokens // self.block_size)
         for index in range(sequence.num_findable_blocks, num_full):
@@ -275,6 +277,8 @@ class BlockManager:
 
     def take_blocks_to_poison(self) -> list[int]:
         """Blocks that became free since the last call and are free still."""
+        if not self._to_poison:
+            return []
         poison, self._to_poison = self._to_poison, []
         return [
             block_id

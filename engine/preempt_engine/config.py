@@ -59,7 +59,7 @@ class EngineConfig:
         speculative_config: how tokens are drafted ahead, see `SpeculativeConfig`, of which a
             dictionary names fields; None drafts nothing.
         async_scheduling: steps that are decided ahead of the one that runs, 0 to 2. Not together
-            with drafts or priorities.
+            with a draft model or priorities.
         enforce_eager: never capture decode steps as CUDA graphs. They are captured on a GPU only,
             with one rank, by the backends "triton" and "flash-attn".
         tensor_parallel_size: number of ranks.
@@ -126,12 +126,12 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, get_args(Dtype))
         _check_choice("preemption_mode", self.preemption_mode, get_args(PreemptionMode))
         _check_swap_space(self.swap_space_blocks, self.swap_space_bytes)
-        _check_async_scheduling(self)
         if not isinstance(self.speculative_config, SpeculativeConfig | None):
             raise ConfigError(
                 f"speculative_config={self.speculative_config!r} is no configuration.",
                 'Give {"method": "ngram", "num_speculative_tokens": 3}, for instance.',
             )
+        _check_async_scheduling(self)
         _check_choice("block_reuse_order", self.block_reuse_order, get_args(BlockReuseOrder))
         if not 32 <= self.exact_vocab_size <= 256:
             raise ConfigError(
@@ -250,11 +250,12 @@ def _check_async_scheduling(config: EngineConfig) -> None:
     depth = config.async_scheduling
     if isinstance(depth, bool) or not isinstance(depth, int) or not 0 <= depth <= 2:
         raise ConfigError(f"async_scheduling={depth!r} is no depth.", "Give 0, 1 or 2.")
-    if depth and config.speculative_config is not None:
+    speculative = config.speculative_config
+    if depth and speculative is not None and speculative.method == "draft_model":
         raise ConfigError(
-            f"async_scheduling={depth} and speculative_config are both given: how many tokens a "
-            "step brings is not known when the next is decided.",
-            "Give one of them.",
+            f"async_scheduling={depth} with a draft model: it would have to wait for each step, "
+            "and the next is decided by then.",
+            'Leave one of them out, or draft with method="ngram".',
         )
     if depth and config.scheduling_policy == "priority":
         raise ConfigError(

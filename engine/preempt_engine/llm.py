@@ -6,13 +6,11 @@ applies what came out. Tokens are applied in `update` and nowhere else.
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
 import os
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import Any, Self
 
 from preempt_engine.async_scheduler import AsyncScheduler
 from preempt_engine.batch import (
@@ -23,48 +21,29 @@ from preempt_engine.batch import (
     progress_bar,
     prompt_list,
 )
-from preempt_engine.beam_search import BeamSearch
+from preempt_engine.building import build_executor, build_scheduler
 from preempt_engine.config import EngineConfig, PreemptionMode
+from preempt_engine.counters import Counters
+from preempt_engine.delivery import Delivery
 from preempt_engine.errors import (
     ConfigError,
     EngineBusyError,
     EngineClosedError,
-    EngineError,
     EngineStalledError,
-    InfeasibleRequestError,
-    QueueFullError,
     WorkerError,
 )
-from preempt_engine.executor.protocol import Executor
-from preempt_engine.executor.uniproc import UniprocExecutor
+from preempt_engine.intake import Intake
 from preempt_engine.observer import EngineObserver
-from preempt_engine.output_builder import OutputBuilder
+from preempt_engine.outbox import Outbox
 from preempt_engine.outputs import RequestOutput, StreamDelta, TokenScore
 from preempt_engine.pipeline import StepPipeline
 from preempt_engine.reset import changed_config
-from preempt_engine.sampling.history import ProcessorStates
-from preempt_engine.sampling.logprobs import read_row, score_rows, top_logprobs_of_rows
-from preempt_engine.sampling.noise import derive_seed
 from preempt_engine.sampling.params import BeamSearchParams, SamplingParams
-from preempt_engine.sampling.recipes import ProcessorRecipe, RecipeBook
-from preempt_engine.sampling.sampler import SampledToken, SampleRequest, sample
-from preempt_engine.scheduler import Counters, Scheduler
-from preempt_engine.sequence import Request, Sequence
+from preempt_engine.sampling.recipes import RecipeBook
 from preempt_engine.spec_decode.speculator import Speculator, make_speculator
-from preempt_engine.step import LogitsBatch, SchedulerOutput, SequenceKey, StepHandle
+from preempt_engine.step import LogitsBatch, SchedulerOutput, StepHandle
 from preempt_engine.stream import DeltaReader
-from preempt_engine.tokenizer import ExactTokenizer, HFTokenizer, Tokenizer
 from preempt_engine.victims import PreemptionController
-from preempt_engine.worker.build import build_runner
-from preempt_engine.worker.hooks import run_worker_hooks
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-
-Wanted: TypeAlias = tuple[Request, Sequence, SampleRequest]
-"""A token to choose, and for whom."""
 
 
 class LLM:
@@ -92,17 +71,12 @@ class LLM:
         **options: Any,
     ) -> None:
         config = EngineConfig.from_kwargs(os.fspath(model), options)
-        self._executor, self.config, self.tokenizer = _build(config)
+        self._executor, self.config, self.tokenizer = build_executor(config)
         self._built_config = self.config
         self._recipes = RecipeBook(
             self.tokenizer, self._executor.vocab_size, self._executor.eos_token_ids
         )
-        self._states = ProcessorStates()
-        self._builders: dict[str, list[OutputBuilder]] = {}
-        self._searches: dict[str, BeamSearch] = {}
-        self._scorings: dict[str, _Scoring] = {}
-        self._ended_early: list[RequestOutput] = []
-        self._streamed: list[RequestOutput] = []
+        self._outbox = Outbox()
         self._speculator: Speculator | None = None
         self._closed = False
         try:
@@ -156,7 +130,7 @@ class LLM:
             with progress_bar(len(listed), enabled=use_tqdm) as advance:
                 while len(outputs) < len(listed) or self.has_unfinished_requests():
                     # Prompts wait here while the queue is full; none is refused.
-                    while not self._queue_is_full() and (arrival := next(arrivals, None)):
+                    while not self._intake.queue_is_full() and (arrival := next(arrivals, None)):
                         outputs.append(self._submit(*arrival))
                     for output in self.step():
                         if output.finished:
@@ -227,27 +201,17 @@ class LLM:
             InfeasibleRequestError: both together do not fit in the pool or the model.
         """
         self._check_open()
-        _, prompt_token_ids = self._tokenize(prompt)
-        token_ids = [*prompt_token_ids, *continuation]
-        if not continuation:
+        request = self._intake.to_score(prompt, continuation)
+        if request is None:
             return []
-        # The logits of the last token are not wanted, so it is not computed.
-        error = self._why_infeasible(token_ids[:-1]) or self._why_outside_vocabulary(token_ids)
-        if error is not None:
-            raise error
-        request = self._new_request(
-            self._unused_request_id(None),
-            token_ids[:-1],
-            SamplingParams(temperature=0.0),
-            score_from=len(prompt_token_ids) - 1,
-            num_to_score=len(continuation),
-        )
-        scoring = self._scorings[request.request_id] = _Scoring(list(continuation))
+        scoring = self._delivery.prompts.begin(request, continuation)
         self.scheduler.add(request)
         others: list[RequestOutput] = []
         while request.request_id in self.scheduler.requests:
             others += self.step()
-        self._ended_early += [output for output in others if output.finished]
+        for output in others:
+            if output.finished:
+                self._outbox.put(output)
         return scoring.scores
 
     # Step by step -------------------------------------------------------------------------------
@@ -287,7 +251,7 @@ class LLM:
         Raises:
             ConfigError: the engine does not schedule by priority.
         """
-        self._check_priority(priority)
+        self._intake.check_priority(priority)
         request = self.scheduler.requests.get(request_id)
         if request is None:
             return False
@@ -302,52 +266,17 @@ class LLM:
         request_id: str | None = None,
     ) -> RequestOutput:
         """Queue a request; returns its live output."""
-        self._check_priority(priority)
-        request_id = self._unused_request_id(request_id)
-        text, token_ids = self._tokenize(prompt)
-        asked = params if isinstance(params, SamplingParams) else params.for_output
-        recipe, recipe_error = self._recipe(asked)
-        max_total_tokens = self._max_total_tokens(len(token_ids), params.num_sequences)
-        builders = OutputBuilder.create_branches(
-            request_id=request_id,
-            prompt=text,
-            prompt_token_ids=token_ids,
-            params=asked,
-            eos_token_ids=self._executor.eos_token_ids,
-            max_output_tokens=min(params.max_tokens, max_total_tokens - len(token_ids)),
-            tokenizer=self.tokenizer,
-        )
-        error: EngineError | None = (
-            self._why_infeasible(token_ids, min(params.max_tokens, 1))
-            or self._why_outside_vocabulary(token_ids)
-            or self._why_too_many_sequences(params, builders[0].stop_ids)
-            or recipe_error
-            or self._why_refused()
-        )
-        request = self._new_request(
-            request_id,
-            token_ids,
-            params,
-            priority=priority,
-            score_from=None if asked.prompt_logprobs is None else 0,
-            num_to_score=0 if asked.prompt_logprobs is None else len(token_ids) - 1,
-        )
-        if error is not None:
-            self.scheduler.refuse(request)
-            for builder in builders:
-                builder.fail(error)
-            self._ended_early.append(builders[0].output)
-            return builders[0].output
-        self._builders[request_id] = builders
-        request.max_output_tokens = builders[0].max_output_tokens
-        if recipe is not None:
-            self._states.add(request_id, recipe)
-        if isinstance(params, BeamSearchParams):
-            self._searches[request_id] = BeamSearch(
-                params, builders[0].stop_ids, builders[0].max_output_tokens
-            )
-        self.scheduler.add(request)
-        return builders[0].output
+        arrival = self._intake.arrival(prompt, params, priority, request_id)
+        output = arrival.builders[0].output
+        if arrival.error is not None:
+            self.scheduler.refuse(arrival.request)
+            for builder in arrival.builders:
+                builder.fail(arrival.error)
+            self._outbox.put(output)
+            return output
+        self._delivery.begin(arrival)
+        self.scheduler.add(arrival.request)
+        return output
 
     def step(self) -> list[RequestOutput]:
         """Run one step.
@@ -360,7 +289,7 @@ class LLM:
             EngineStalledError: requests wait and nothing can ever let them run.
         """
         self._check_open()
-        ended_early, self._ended_early = self._ended_early, []
+        ended_early = self._outbox.take()
         if self._pipeline is not None:
             return ended_early + self._pipeline.step()
         step = self.schedule()
@@ -396,7 +325,7 @@ class LLM:
     def update(self, step: SchedulerOutput, logits: LogitsBatch) -> list[RequestOutput]:
         """Third phase: apply what the step computed."""
         requests = self.scheduler.advance(step)
-        outputs = self._deliver(step, requests, logits)
+        outputs = self._delivery.deliver(step, requests, logits)
         if self._speculator is not None:
             self._speculator.draft(step, requests, self.scheduler)
         if self.scheduler.observer is not None:
@@ -405,22 +334,14 @@ class LLM:
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request now; returns its output so far, or None if it is not running."""
-        builders = self._builders.pop(request_id, None)
-        if builders is None:
-            return None
-        self._searches.pop(request_id, None)
-        request = self.scheduler.requests[request_id]
-        _note_counts(builders[0].output, request)
-        self._finish_branches(self.scheduler.next_step_id, builders, "abort")
-        self._states.drop(request)
-        self.scheduler.abort(request)
-        if self._pipeline is not None and not self.scheduler.requests:
+        output = self._delivery.abort(request_id)
+        if output is not None and self._pipeline is not None and not self.scheduler.requests:
             self._pipeline.drain()  # nobody else will
-        return builders[0].output
+        return output
 
     def has_unfinished_requests(self) -> bool:
         """True while `step` has something to do or to return."""
-        return bool(self.scheduler.requests or self._ended_early)
+        return bool(self.scheduler.requests or len(self._outbox))
 
     # For a harness ------------------------------------------------------------------------------
 
@@ -539,63 +460,26 @@ class LLM:
             raise EngineClosedError("This engine is closed.", "Build a new LLM.")
         self._executor.check_usable()
 
-    def _check_priority(self, priority: int) -> None:
-        if priority != 0 and self.config.scheduling_policy != "priority":
-            raise ConfigError(
-                f"priority={priority}, and the engine serves in order of arrival.",
-                'Build it with scheduling_policy="priority", or leave the priority at 0.',
-            )
-
-    def _recipe(
-        self, params: SamplingParams
-    ) -> tuple[ProcessorRecipe | None, InfeasibleRequestError | None]:
-        """What the request's processors are made of, or why they cannot be made."""
-        if not params.has_processors:
-            return None, None
-        try:
-            return self._recipes.recipe(params), None
-        except InfeasibleRequestError as error:
-            return None, error
-
-    def _queue_is_full(self) -> bool:
-        limit = self.config.max_waiting_requests
-        return limit is not None and len(self.scheduler.waiting) >= limit
-
-    def _why_refused(self) -> QueueFullError | None:
-        if not self._queue_is_full():
-            return None
-        return QueueFullError(
-            f"{len(self.scheduler.waiting)} requests wait already, and max_waiting_requests is "
-            f"{self.config.max_waiting_requests}.",
-            "Try again later, or raise max_waiting_requests.",
-        )
-
     def _withdraw(self, output: RequestOutput) -> None:
         """Make sure that nothing more comes of a request."""
-        self._ended_early = [early for early in self._ended_early if early is not output]
+        self._outbox.withdraw(output)
         if not output.finished:
             self.abort_request(output.request_id)
 
     def _deltas(self, output: RequestOutput) -> Iterator[StreamDelta]:
         reader = DeltaReader(output)
-        self._streamed.append(output)
         try:
-            while True:
-                deltas = reader.read()
-                if deltas:  # and perhaps more when those have been taken
-                    yield from deltas
-                    continue
-                if output.finished:
-                    break
-                stepped = self.step()
-                # What ended for others is kept for the next who asks.
-                self._ended_early += [
-                    other
-                    for other in stepped
-                    if other.finished and not any(other is mine for mine in self._streamed)
-                ]
+            with self._outbox.streaming(output):
+                while True:
+                    deltas = reader.read()
+                    if deltas:  # and perhaps more when those have been taken
+                        yield from deltas
+                        continue
+                    if output.finished:
+                        break
+                    # What ended for others is kept for the next who asks.
+                    self._outbox.put_ended(self.step())
         finally:
-            self._streamed = [other for other in self._streamed if other is not output]
             self._withdraw(output)
         if output.error is not None:
             raise output.error
@@ -604,28 +488,22 @@ class LLM:
         self, controller: PreemptionController | None, observer: EngineObserver | None
     ) -> None:
         """What is new in a new engine, and in one that was reset."""
-        num_host_blocks = self.config.swap_space_blocks
-        if num_host_blocks is None:
-            num_host_blocks = self._executor.num_host_blocks
-        depth = self.config.async_scheduling
-        self.scheduler = (AsyncScheduler if depth else Scheduler)(
-            self.config,
-            self.config.num_kv_blocks or self._executor.num_kv_blocks,
-            num_host_blocks=num_host_blocks,
-            controller=controller,
-        )
+        self.scheduler = build_scheduler(self.config, self._executor, controller)
         self._pipeline: StepPipeline | None = None
         if isinstance(self.scheduler, AsyncScheduler):
             self._pipeline = StepPipeline(
                 self.scheduler,
-                depth,
+                self.config.async_scheduling,
                 decide=self.schedule,
                 execute=self.execute,
                 update=self.update,
             )
-        self.max_total_tokens = self._max_total_tokens(num_prompt_tokens=0, num_sequences=1)
-        self._num_arrived = 0
+        self._intake = Intake(
+            self.config, self._executor, self.tokenizer, self._recipes, self.scheduler
+        )
+        self.max_total_tokens = self._intake.max_total_tokens(num_prompt_tokens=0, num_sequences=1)
         self._begin_speculation()
+        self._delivery = Delivery(self.scheduler)
         self.set_observer(observer)
 
     def _begin_speculation(self) -> None:
@@ -644,395 +522,11 @@ class LLM:
         blocks = self.scheduler.blocks
         if self.has_unfinished_requests() or blocks.held_blocks:
             raise EngineBusyError(
-                f"{len(self.scheduler.requests)} requests are unfinished, {len(self._ended_early)} "
+                f"{len(self.scheduler.requests)} requests are unfinished, {len(self._outbox)} "
                 f"outputs were not taken and {len(blocks.held_blocks)} blocks are held.",
                 "Finish or abort the requests, call step() for the outputs, and hold_blocks(0).",
             )
-        assert not self._builders, f"requests {list(self._builders)} ended and are still built"
-        assert not self._searches, f"searches {list(self._searches)} ended and are kept"
-        assert not self._states, "requests ended and their processors are kept"
-        assert not self._scorings, f"scorings {list(self._scorings)} ended and are kept"
+        self._delivery.check_nothing_is_left()
         self.scheduler.check_integrity()
         counts = self.scheduler.pool_counts()
         assert counts.free + counts.cached == counts.num_blocks, f"blocks leaked: {counts}"
-
-    def _new_request(
-        self,
-        request_id: str,
-        token_ids: list[int],
-        params: Params,
-        *,
-        priority: int = 0,
-        score_from: int | None = None,
-        num_to_score: int = 0,
-    ) -> Request:
-        arrival_index = self._num_arrived
-        self._num_arrived += 1
-        seed = params.seed if isinstance(params, SamplingParams) else None
-        if seed is None:
-            seed = derive_seed(self.config.seed, arrival_index)
-        return Request.create(
-            request_id=request_id,
-            arrival_index=arrival_index,
-            prompt_token_ids=token_ids,
-            params=params,
-            seed=seed,
-            priority=priority,
-            score_from=score_from,
-            num_to_score=num_to_score,
-        )
-
-    def _unused_request_id(self, request_id: str | None) -> str:
-        if request_id is None:
-            return str(self._num_arrived)
-        if request_id in self.scheduler.requests:
-            raise ConfigError(
-                f"Request id {request_id!r} is in use.", "Choose another, or leave it out."
-            )
-        return request_id
-
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if not isinstance(prompt, str):
-            return None, list(prompt)
-        if self.tokenizer is None:
-            raise ConfigError(
-                "The prompt is text, and the engine was built with skip_tokenizer_init=True.",
-                "Pass token ids, or build the engine with a tokenizer.",
-            )
-        return prompt, self.tokenizer.encode(prompt)
-
-    def _max_total_tokens(self, num_prompt_tokens: int, num_sequences: int) -> int:
-        """Most tokens of each of several sequences of one prompt that have the pool to themselves.
-
-        Full blocks of the prompt are shared; the rest of the pool is divided. The last token of a
-        sequence is chosen but never computed, and the first needs no block beyond the prompt's.
-        """
-        num_shared = num_prompt_tokens // self.config.block_size
-        num_own = (self.num_kv_blocks - num_shared) // num_sequences
-        pool_tokens = (num_shared + num_own) * self.config.block_size + 1
-        return min(self._executor.max_model_len, max(pool_tokens, num_prompt_tokens + 1))
-
-    def _why_infeasible(
-        self, token_ids: list[int], num_output_tokens: int = 1
-    ) -> InfeasibleRequestError | None:
-        """Why these tokens, and so many after them, are too many for this engine, if they are."""
-        num_tokens = len(token_ids)
-        pool_tokens = self.num_kv_blocks * self.config.block_size
-        if num_tokens == 0:
-            return InfeasibleRequestError("The prompt is empty.", "Give at least one token.")
-        if num_tokens + num_output_tokens > self._executor.max_model_len:
-            return InfeasibleRequestError(
-                f"The prompt has {num_tokens} tokens and max_model_len is "
-                f"{self._executor.max_model_len}, which leaves no room for output.",
-                "Shorten the prompt or raise max_model_len.",
-            )
-        if num_tokens > pool_tokens:
-            return InfeasibleRequestError(
-                f"The prompt has {num_tokens} tokens and the pool holds {pool_tokens} "
-                f"({self.num_kv_blocks} blocks of {self.config.block_size}).",
-                "Shorten the prompt or raise num_kv_blocks.",
-            )
-        return None
-
-    def _why_outside_vocabulary(self, token_ids: list[int]) -> InfeasibleRequestError | None:
-        vocab_size = self._executor.vocab_size
-        for position, token_id in enumerate(token_ids):
-            if not 0 <= token_id < vocab_size:
-                return InfeasibleRequestError(
-                    f"Token id {token_id} at position {position} is not in [0, {vocab_size}).",
-                    "Use the model's own tokenizer.",
-                )
-        return None
-
-    def _why_too_many_sequences(
-        self, params: Params, stop_ids: frozenset[int]
-    ) -> InfeasibleRequestError | None:
-        name = "n" if isinstance(params, SamplingParams) else "beam_width"
-        if params.num_sequences > self.config.max_num_seqs:
-            return InfeasibleRequestError(
-                f"{name}={params.num_sequences} sequences of one request never run at once with "
-                f"max_num_seqs={self.config.max_num_seqs}.",
-                f"Lower {name} or raise max_num_seqs.",
-            )
-        if isinstance(params, SamplingParams):
-            return None
-        num_candidates = BeamSearch.num_candidates(params.beam_width, stop_ids)
-        if num_candidates > self._executor.vocab_size:
-            return InfeasibleRequestError(
-                f"beam_width={params.beam_width} with {len(stop_ids)} stop ids needs "
-                f"{num_candidates} tokens to choose from; the vocabulary has "
-                f"{self._executor.vocab_size}.",
-                "Lower beam_width.",
-            )
-        return None
-
-    def _deliver(
-        self, step: SchedulerOutput, requests: list[Request | None], logits: LogitsBatch
-    ) -> list[RequestOutput]:
-        """Score, sample or search from the step's rows; returns the outputs that changed.
-
-        Args:
-            step: that was executed.
-            requests: whose each scheduled sequence is, None for rows that nobody wants any more.
-            logits: the step's rows.
-        """
-        wanted: list[Wanted] = []
-        outputs: dict[str, RequestOutput] = {}
-        first_row = 0
-        for item, request in zip(step.scheduled, requests, strict=True):
-            rows = range(first_row, first_row + item.num_logits)
-            first_row = rows.stop
-            if request is None or not rows:
-                continue
-            sequence = request.sequences[item.key.branch]
-            if request.reads_prompt:
-                rows = self._read_prompt(request, logits, rows)
-                if rows and request.params.max_tokens == 0:
-                    outputs[request.request_id] = self._end_prompt(step.step_id, request)
-                    continue
-            if not rows:
-                continue
-            sequence.first_wanted_logits += 1
-            if request.request_id in self._searches:
-                if self._search(request, sequence, read_row(logits, rows[0])):
-                    outputs[request.request_id] = self._finish_search(step.step_id, request)
-            else:
-                for one in self._branches(request, sequence):
-                    wanted.append((request, one, self._sample_request(request, one, rows[0])))
-        while wanted:
-            wanted = self._choose_tokens(step.step_id, logits, wanted, outputs)
-        return list(outputs.values())
-
-    def _choose_tokens(
-        self,
-        step_id: int,
-        logits: LogitsBatch,
-        wanted: list[Wanted],
-        outputs: dict[str, RequestOutput],
-    ) -> list[Wanted]:
-        """One more token for each sequence in `wanted`; adds to `outputs` those that changed.
-
-        Returns:
-            Sequences whose token was drafted: the next one can be sampled at once, from the row
-            of the draft, with everything as it is after the draft.
-        """
-        if self._states:
-            self._attach_states(wanted)
-        tokens = sample(logits, [sample_request for _, _, sample_request in wanted])
-        drafts = self._speculator is not None
-        drafted: list[Wanted] = []
-        for (request, sequence, sample_request), token in zip(wanted, tokens, strict=True):
-            if isinstance(token, SampledToken):
-                output = self._append_token(step_id, request, sequence, token)
-            else:
-                output = self._fail_branch(step_id, request, sequence, token)
-            outputs[output.request_id] = output
-            # With the token's position computed already, it was drafted.
-            if drafts and sequence.num_computed_tokens >= len(sequence.token_ids):
-                sequence.first_wanted_logits += 1
-                row = sample_request.row + 1
-                drafted.append((request, sequence, self._sample_request(request, sequence, row)))
-        return drafted
-
-    def _branches(self, request: Request, sequence: Sequence) -> list[Sequence]:
-        """Who samples from the sequence's logits: itself and, from the prompt's, all branches."""
-        branches = [sequence]
-        while request.next_branch < request.num_seqs:
-            branches.append(self.scheduler.fork(request, sequence))
-        return branches
-
-    def _sample_request(self, request: Request, sequence: Sequence, row: int) -> SampleRequest:
-        branch = sequence.key.branch
-        builder = self._builders[request.request_id][branch]
-        return SampleRequest(
-            row=row,
-            params=builder.params,
-            seed=request.seed,
-            branch=branch,
-            position=sequence.num_tokens,
-            num_output_tokens=sequence.num_output_tokens,
-            stop_ids=builder.stop_ids,
-        )
-
-    def _attach_states(self, wanted: list[Wanted]) -> None:
-        for request, sequence, sample_request in wanted:
-            sample_request.state = self._states.of(request, sequence)
-            if sample_request.state is not None:
-                sample_request.output_token_ids = sequence.output_token_ids
-
-    def _read_prompt(self, request: Request, logits: LogitsBatch, rows: range) -> range:
-        """Score given tokens with the rows that predict them; returns the rows to sample from."""
-        if request.score_from is None:
-            return rows
-        sequence = request.sequence
-        done = sequence.first_wanted_logits - request.score_from
-        num = min(len(rows), max(0, request.num_to_score - done))
-        if num == 0:
-            return rows
-        sequence.first_wanted_logits += num
-        scoring = self._scorings.get(request.request_id)
-        if scoring is None:  # the prompt's own tokens, of which nothing predicts the first
-            builder = self._builders[request.request_id][0]
-            assert builder.params.prompt_logprobs is not None
-            targets = sequence.token_ids[done + 1 : done + 1 + num]
-            builder.append_prompt_logprobs(
-                top_logprobs_of_rows(logits, rows[:num], builder.params.prompt_logprobs, targets)
-            )
-            return rows[num:]
-        targets = scoring.continuation[done : done + num]
-        scoring.scores += score_rows(logits, rows[:num], targets)
-        if done + num == request.num_to_score:
-            del self._scorings[request.request_id]
-            self.scheduler.finish(request, "length")
-        return rows[num:]
-
-    def _append_token(
-        self, step_id: int, request: Request, sequence: Sequence, token: SampledToken
-    ) -> RequestOutput:
-        self.scheduler.append_token(sequence, token.token_id)
-        text = self._builders[request.request_id][sequence.key.branch].append(token)
-        if self.scheduler.observer is not None:
-            self.scheduler.observer.tokens_delivered(
-                step_id,
-                sequence.key,
-                [token.token_id],
-                None if token.logprobs is None else [token.logprobs],
-                text,
-            )
-        return self._follow_up(request, sequence)
-
-    def _fail_branch(
-        self, step_id: int, request: Request, sequence: Sequence, error: EngineError
-    ) -> RequestOutput:
-        """No token can be chosen for the branch: it ends alone, the others go on."""
-        text = self._builders[request.request_id][sequence.key.branch].fail(error)
-        self._tell_text(step_id, sequence.key, text)
-        return self._follow_up(request, sequence)
-
-    def _follow_up(self, request: Request, sequence: Sequence) -> RequestOutput:
-        """Let the branch, or the request, end if the branch's output says so."""
-        builder = self._builders[request.request_id][sequence.key.branch]
-        output = builder.output
-        _note_counts(output, request)
-        reason = builder.completion.finish_reason
-        if output.finished:
-            assert reason is not None
-            self._finish(request, reason)
-        elif reason is not None:
-            self.scheduler.end_branch(request, sequence)
-        return output
-
-    def _end_prompt(self, step_id: int, request: Request) -> RequestOutput:
-        """The prompt is computed, and no token after it is wanted."""
-        builders = self._builders[request.request_id]
-        self._finish_branches(step_id, builders, "length")
-        _note_counts(builders[0].output, request)
-        self._finish(request, "length")
-        return builders[0].output
-
-    def _finish(self, request: Request, reason: str) -> None:
-        del self._builders[request.request_id]
-        self._states.drop(request)
-        self.scheduler.finish(request, reason)
-
-    def _finish_branches(self, step_id: int, builders: list[OutputBuilder], reason: str) -> None:
-        """End the branches that have not ended."""
-        for builder in builders:
-            if not builder.completion.finished():
-                key = SequenceKey(builder.output.request_id, builder.completion.index)
-                self._tell_text(step_id, key, builder.finish(reason))
-
-    def _tell_text(self, step_id: int, key: SequenceKey, text: str) -> None:
-        """Text that was held back until the branch ended without another token."""
-        if text and self.scheduler.observer is not None:
-            self.scheduler.observer.tokens_delivered(step_id, key, [], None, text)
-
-    def _search(self, request: Request, sequence: Sequence, row: NDArray[np.float64]) -> bool:
-        """Take in a beam's logits and go on when all beams have theirs; True ends the search."""
-        search = self._searches[request.request_id]
-        if not search.take_row(sequence.key.branch, row):
-            return False
-        beams = search.advance()
-        if not beams:
-            return True
-        search.renumber(self.scheduler.continue_beams(request, beams))
-        return False
-
-    def _finish_search(self, step_id: int, request: Request) -> RequestOutput:
-        search = self._searches.pop(request.request_id)
-        builders = self._builders.pop(request.request_id)
-        for builder, hypothesis in zip(builders, search.hypotheses, strict=True):
-            tokens = [
-                SampledToken(token_id, {token_id: logprob})
-                for token_id, logprob in hypothesis.tokens()
-            ]
-            for token in tokens:
-                builder.append(token)
-            builder.completion.score = hypothesis.score
-            self.scheduler.counters.num_generated_tokens += len(tokens)
-            if self.scheduler.observer is not None:
-                self.scheduler.observer.tokens_delivered(
-                    step_id,
-                    SequenceKey(request.request_id, builder.completion.index),
-                    builder.completion.token_ids,
-                    builder.completion.logprobs,
-                    builder.completion.text,
-                )
-        output = builders[0].output
-        _note_counts(output, request)
-        self.scheduler.finish(request, builders[0].completion.finish_reason or "length")
-        return output
-
-
-def _note_counts(output: RequestOutput, request: Request) -> None:
-    output.num_cached_tokens = request.num_cached_tokens or 0
-    output.num_preemptions = request.num_preemptions
-
-
-@dataclasses.dataclass(slots=True)
-class _Scoring:
-    """A continuation being scored."""
-
-    continuation: list[int]
-    scores: list[TokenScore] = dataclasses.field(default_factory=list)
-
-
-def _build(config: EngineConfig) -> tuple[Executor, EngineConfig, Tokenizer | None]:
-    """The executor and the tokenizer of a configuration, and it with paths resolved."""
-    if config.is_exact:
-        return _build_executor(config), config, _exact_tokenizer(config)
-    if importlib.util.find_spec("torch") is None:  # not imported here: workers may be who needs it
-        raise ConfigError(
-            f"model={config.model!r} needs torch, which is not installed.",
-            'Install it with: pip install "preempt-harness[engine]".',
-        )
-    from preempt_engine.models.config import ModelConfig, resolve_model
-    from preempt_engine.models.sharding import ModelShard
-
-    config = dataclasses.replace(config, model=str(resolve_model(config.model)))
-    # Refuse what cannot be divided before any worker starts.
-    ModelShard.of(ModelConfig.from_directory(config.model), 0, config.tensor_parallel_size)
-    tokenizer = None if config.skip_tokenizer_init else HFTokenizer(_tokenizer_path(config))
-    return _build_executor(config), config, tokenizer
-
-
-def _build_executor(config: EngineConfig) -> Executor:
-    if config.tensor_parallel_size > 1:
-        from preempt_engine.executor.multiproc import MultiprocExecutor
-
-        return MultiprocExecutor(config)
-    runner = build_runner(config)
-    run_worker_hooks(config.worker_hooks, runner)
-    return UniprocExecutor(runner)
-
-
-def _exact_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    return None if config.skip_tokenizer_init else ExactTokenizer(config.exact_vocab_size)
-
-
-def _tokenizer_path(config: EngineConfig) -> str:
-    if config.tokenizer is None:
-        return config.model
-    from preempt_engine.models.config import resolve_model
-
-    return str(resolve_model(config.tokenizer))

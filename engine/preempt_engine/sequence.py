@@ -61,6 +61,9 @@ class Sequence:
         follows: waits for the sequence that it is a follower of.
         draft_token_ids: guesses at the tokens after `token_ids`; computed ones wait for their
             verification in the same step.
+        drafts_in_flight: the same where steps are decided ahead: guesses that the step under way
+            computes. None of `num_computed_tokens` are theirs before they are verified.
+        newest_was_drafted: the newest token was a draft, so that its position is computed already.
         incarnation: counts the times it lost its blocks.
         num_sent_tokens, num_sent_blocks: what the workers already have.
         num_stale_tokens: rejected drafts that the workers have beyond `num_sent_tokens`, to be cut
@@ -73,6 +76,7 @@ class Sequence:
         num_steps_since_admission: steps since the last admission, or swap-in.
     """
 
+    # What every step touches comes first: then it lies together in memory.
     key: SequenceKey
     token_ids: list[int]
     num_prompt_tokens: int
@@ -80,23 +84,25 @@ class Sequence:
     full_logits: bool = True
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
-    swapped_table: list[int] = field(default_factory=list)
-    block_digests: list[bytes] = field(default_factory=list)
-    num_findable_blocks: int = 0
-    cache_epoch: int = 0
-    followers: list[tuple[Sequence, int]] = field(default_factory=list)
-    follows: bool = False
     draft_token_ids: list[int] = field(default_factory=list)
-    incarnation: int = 0
+    follows: bool = False
+    followers: tuple[tuple[Sequence, int], ...] = ()
     num_sent_tokens: int = 0
     num_sent_blocks: int = 0
     num_stale_tokens: int = 0
     num_stale_blocks: int = 0
     known_to_workers: bool = False
     max_computed_tokens: int = 0
+    num_findable_blocks: int = 0
     num_prefill_tokens: int = 0
-    num_chunks: int = 0
     num_steps_since_admission: int = 0
+    num_chunks: int = 0
+    swapped_table: list[int] = field(default_factory=list)
+    block_digests: list[bytes] = field(default_factory=list)
+    cache_epoch: int = 0
+    incarnation: int = 0
+    newest_was_drafted: bool = False
+    drafts_in_flight: list[int] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -113,6 +119,8 @@ class Sequence:
     @property
     def num_unverified_tokens(self) -> int:
         """Drafts that are computed and wait for the tokens of their positions."""
+        if self.drafts_in_flight:
+            return len(self.drafts_in_flight)
         if PLACEHOLDER in self.draft_token_ids:
             return 0
         return max(0, self.num_computed_tokens - len(self.token_ids))
@@ -121,6 +129,7 @@ class Sequence:
         """The sequence goes on with a token that was chosen from its last logits."""
         assert self.num_computed_tokens == len(self.token_ids)
         self.token_ids.append(token_id)
+        self.newest_was_drafted = False
 
     def verify_draft(self, token_id: int) -> bool:
         """The sequence goes on with a token that was chosen for the position of its first draft.
@@ -135,17 +144,30 @@ class Sequence:
             self.num_stale_tokens = len(drafts)
             self.draft_token_ids = []
             self.set_computed(self.num_tokens - 1)
+            self.newest_was_drafted = False
             return False
         del drafts[0]
+        self.newest_was_drafted = True
         self.num_sent_tokens += 1
         self.max_computed_tokens = max(self.max_computed_tokens, self.num_tokens)
         return True
+
+    def accept_in_flight(self, token_id: int) -> None:
+        """The sequence goes on with a token that is the first draft of the step under way."""
+        assert self.drafts_in_flight[0] == token_id
+        del self.drafts_in_flight[0]
+        self.token_ids.append(token_id)
+        self.newest_was_drafted = True
+        self.num_computed_tokens += 1
+        self.num_sent_tokens += 1
+        self.max_computed_tokens = max(self.max_computed_tokens, self.num_tokens)
 
     def fill_placeholder(self, token_id: int) -> None:
         """The token has come for which a placeholder stood, in a step's message perhaps."""
         if self.num_computed_tokens > len(self.token_ids):
             self.num_sent_tokens += 1
         self.token_ids.append(token_id)
+        self.newest_was_drafted = False
         del self.draft_token_ids[0]
 
     def plan_computed(self, num_computed_tokens: int) -> None:
@@ -174,7 +196,7 @@ class Sequence:
             else:
                 follower.set_computed(num_tokens)
                 follower.follows = False
-        self.followers = waiting
+        self.followers = tuple(waiting)
 
     def fork(self, key: SequenceKey) -> Self:
         """A branch with the same history; its blocks are the block manager's business."""
@@ -212,9 +234,11 @@ class Sequence:
         self.block_table = []
         self.swapped_table = []
         self.num_findable_blocks = 0
-        self.followers = []
+        self.followers = ()
         self.follows = False
         self.draft_token_ids = []
+        self.newest_was_drafted = False
+        self.drafts_in_flight = []
         self.incarnation += 1
         self.num_sent_tokens = 0
         self.num_sent_blocks = 0
@@ -235,6 +259,7 @@ class Request:
         params: how to sample or search, and until when.
         seed: of the request's noise.
         sequences: its live branches by number; a branch that ended or was dropped is not there.
+        sequence: the first of them; the last that there was when none is left.
         max_output_tokens: no branch gets more, by `max_tokens`, the model's length and the pool.
         num_seqs: sequences it counts for: `n` less the branches that ended, or the beam width.
         next_branch: number of the next fork; numbers are not used twice.
@@ -253,6 +278,7 @@ class Request:
     params: SamplingParams | BeamSearchParams
     seed: int
     sequences: dict[int, Sequence]
+    sequence: Sequence
     max_output_tokens: int
     num_seqs: int
     priority: int = 0
@@ -293,6 +319,7 @@ class Request:
             params=params,
             seed=seed,
             sequences={0: sequence},
+            sequence=sequence,
             max_output_tokens=params.max_tokens,
             num_seqs=params.num_sequences,
             priority=priority,
@@ -302,9 +329,9 @@ class Request:
         )
 
     @property
-    def sequence(self) -> Sequence:
-        """The first live branch."""
-        return next(iter(self.sequences.values()))
+    def last_position(self) -> int:
+        """Of the longest output's last token, which is sampled and never computed."""
+        return self.sequence.num_prompt_tokens + self.max_output_tokens - 1
 
     @property
     def precedence(self) -> tuple[int, int]:

@@ -17,8 +17,10 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,8 +37,7 @@ class SequenceKey(NamedTuple):
         return f"{self.request_id}.{self.branch}"
 
 
-@dataclass(slots=True)
-class ScheduledSequence:
+class ScheduledSequence(msgspec.Struct, gc=False):
     """The part of a step that concerns one sequence.
 
     Attributes:
@@ -63,7 +64,7 @@ class ScheduledSequence:
     logits_start: int
     reset: bool
     new_token_ids: list[int]
-    new_block_ids: list[int]
+    new_block_ids: Seq[int]
     num_stale_blocks: int = 0
     full_logits: bool = True
     num_stale_tokens: int = 0
@@ -95,8 +96,7 @@ def state_checksum(token_ids: Seq[int], block_table: Seq[int]) -> int:
     return zlib.crc32(array("q", [len(token_ids), *token_ids, *block_table]))
 
 
-@dataclass(slots=True)
-class SchedulerOutput:
+class SchedulerOutput(msgspec.Struct):
     """One step's work. A worker applies the fields in the order they are listed.
 
     Copies between host and device may run beside the computation within these limits: `swap_in`
@@ -120,13 +120,13 @@ class SchedulerOutput:
     """
 
     step_id: int
-    forks: list[tuple[SequenceKey, SequenceKey]] = field(default_factory=list)
-    dropped: list[SequenceKey] = field(default_factory=list)
-    poison_block_ids: list[int] = field(default_factory=list)
-    swap_in: list[tuple[int, int]] = field(default_factory=list)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)
-    scheduled: list[ScheduledSequence] = field(default_factory=list)
-    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    forks: list[tuple[SequenceKey, SequenceKey]] = []
+    dropped: list[SequenceKey] = []
+    poison_block_ids: list[int] = []
+    swap_in: list[tuple[int, int]] = []
+    block_copies: list[tuple[int, int]] = []
+    scheduled: list[ScheduledSequence] = []
+    swap_out: list[tuple[int, int]] = []
     state_check: StateCheck | None = None
 
     @property

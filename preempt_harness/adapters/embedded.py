@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import msgspec
 
 from preempt_harness.adapters import protocol
+from preempt_harness.adapters.embedded_arguments import engine_params, llm_arguments
 from preempt_harness.adapters.embedded_pool import EnginePool
 from preempt_harness.adapters.protocol import EngineSettings, KnownIssue, SessionInfo
 from preempt_harness.admission import AdmissionModel
-from preempt_harness.errors import HarnessError
-from preempt_harness.processors import PROCESSORS
-from preempt_harness.record import AnyEvent, RequestResult, Score, SequenceOutput
-from preempt_harness.workload import BeamSpec, RequestSpec, SamplingSpec
+from preempt_harness.record import (
+    AnyEvent,
+    EngineError,
+    RequestResult,
+    Score,
+    SequenceOutput,
+)
+from preempt_harness.workload import RequestSpec, SamplingSpec
 
 if TYPE_CHECKING:
-    from preempt_engine import LLM, BeamSearchParams, RequestOutput, SamplingParams
+    from preempt_engine import LLM, RequestOutput
     from preempt_engine.tokenizer import HFTokenizer
 
 _NEEDS_ENGINE = 'pip install "preempt-harness[engine]"'
-
-
-class UnsupportedSamplingError(HarnessError):
-    """Sampling parameters that the engine does not combine."""
 
 
 class EmbeddedAdapter:
@@ -69,6 +71,16 @@ class EmbeddedAdapter:
             ),
         )
 
+    def refusal(self, settings: EngineSettings) -> str | None:
+        """Steps decided ahead go with neither a draft model nor priorities."""
+        if not settings.async_scheduling:
+            return None
+        if (settings.speculative_config or {}).get("method") == "draft_model":
+            return "steps ahead together with a draft model"
+        if settings.scheduling_policy == "priority":
+            return "steps ahead together with priorities"
+        return None
+
     def vocab_size(self, settings: EngineSettings) -> int:
         """From the model's configuration file; the exact model's is an option."""
         if settings.model == "exact":
@@ -95,6 +107,23 @@ class EmbeddedAdapter:
 
     def __init__(self) -> None:
         self._pool = EnginePool()
+        if importlib.util.find_spec("xgrammar") is None:
+            self.capabilities = self.capabilities - {protocol.STRUCTURED_OUTPUTS}
+
+    def greedy_output(
+        self, settings: EngineSettings, prompt_token_ids: Sequence[int], max_tokens: int
+    ) -> list[int] | None:
+        """The exact model's, which has a closed form."""
+        if settings.model != "exact":
+            return None
+        from preempt_engine.exact import reference_generate
+
+        return reference_generate(
+            prompt_token_ids,
+            max_tokens,
+            self.vocab_size(settings),
+            num_ranks=settings.tensor_parallel_size,
+        )
 
     def kept_process_ids(self) -> frozenset[int]:
         """Of tensor-parallel engines that wait for the next session."""
@@ -127,7 +156,7 @@ class EmbeddedSession:
 
         options = dict(settings.options)
         pool_every = options.pop("record_pool_every", 16)
-        config = _llm_arguments(settings, options)
+        config = llm_arguments(settings, options)
         self._pool = pool
         self.llm: LLM = pool.take(config)
         self._observer = RecordingObserver(pool_every=pool_every)
@@ -154,7 +183,7 @@ class EmbeddedSession:
         """Queue the request."""
         self.llm.add_request(
             request.prompt_token_ids,
-            _params(request.sampling),
+            engine_params(request.sampling),
             request_id=request.id,
             priority=request.priority,
         )
@@ -185,11 +214,19 @@ class EmbeddedSession:
         return {request: _result(output) for request, output in self._outputs.items()}
 
     def close(self) -> Sequence[AnyEvent]:
-        """Let the engine go; the last event is the final state of the pool."""
-        self._observer.record_pool(self.llm.scheduler.next_step_id, self.llm.scheduler)
+        """Let the engine go; the last event is the final state of the pool.
+
+        Behind it comes an error if all requests have ended and something is left of them.
+        """
+        step = self.llm.scheduler.next_step_id
+        self._observer.record_pool(step, self.llm.scheduler)
         self.llm.set_observer(None)
-        self._pool.give_back(self.llm)
-        return self._observer.take_events()
+        error = self._pool.give_back(self.llm)
+        events = list(self._observer.take_events())
+        if error is not None and not self._unfinished:
+            what = f"the engine is not as new when all has ended: {error}"
+            events.append(EngineError(step=step, kind=type(error).__name__, message=what))
+        return events
 
     def preempt(self, request: str, mode: str) -> None:
         """Force a preemption before the next step.
@@ -234,116 +271,9 @@ class EmbeddedSession:
             self._unfinished.discard(output.request_id)
 
 
-_SAMPLING_FIELDS = (
-    "n",
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "min_tokens",
-    "ignore_eos",
-    "stop",
-    "stop_token_ids",
-    "logprobs",
-    "prompt_logprobs",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "bad_words",
-)
-
-
-_BEAM_FIELDS = frozenset({"beam", "max_tokens", "ignore_eos", "stop_token_ids"})
-
-
-def _params(spec: SamplingSpec) -> SamplingParams | BeamSearchParams:
-    return _sampling_params(spec) if spec.beam is None else _beam_params(spec, spec.beam)
-
-
-def _sampling_params(spec: SamplingSpec) -> SamplingParams:
-    from preempt_engine import SamplingParams, StructuredOutputsParams
-
-    structured_outputs = None
-    if spec.json_schema is not None or spec.regex is not None:
-        structured_outputs = StructuredOutputsParams(json=spec.json_schema, regex=spec.regex)
-    return SamplingParams(
-        **{name: getattr(spec, name) for name in _SAMPLING_FIELDS},
-        logits_processors=tuple(PROCESSORS[name]() for name in spec.logits_processors),
-        structured_outputs=structured_outputs,
-    )
-
-
-def _beam_params(spec: SamplingSpec, beam: BeamSpec) -> BeamSearchParams:
-    from preempt_engine import BeamSearchParams
-
-    plain = SamplingSpec()
-    unknown = [
-        name
-        for name in spec.__struct_fields__
-        if name not in _BEAM_FIELDS and getattr(spec, name) != getattr(plain, name)
-    ]
-    if unknown:
-        raise UnsupportedSamplingError(
-            f"The embedded engine's beam search knows no {', '.join(unknown)}.",
-            "Leave them out, or sample with n instead of beam.",
-        )
-    return BeamSearchParams(
-        beam_width=beam.num_beams,
-        max_tokens=spec.max_tokens,
-        length_penalty=beam.length_penalty,
-        early_stopping=cast("bool | Literal['never']", beam.early_stopping),
-        ignore_eos=spec.ignore_eos,
-        stop_token_ids=spec.stop_token_ids,
-    )
-
-
 def _observed(event_names: Sequence[str], num_ranks: int) -> list[str]:
     """Names of the events that are seen; a single rank is sent no message."""
     return [*event_names, *(["StepSent"] if num_ranks > 1 else [])]
-
-
-def _llm_arguments(settings: EngineSettings, options: dict[str, Any]) -> dict[str, Any]:
-    from preempt_harness.checkpoints import resolve_model_name
-
-    return {
-        "model": str(resolve_model_name(settings.model)),
-        "num_kv_blocks": settings.num_blocks,
-        "block_size": settings.block_size,
-        "max_num_batched_tokens": settings.max_num_batched_tokens,
-        "max_num_seqs": settings.max_num_seqs,
-        "max_model_len": settings.max_model_len,
-        "scheduling_policy": settings.scheduling_policy,
-        "max_waiting_requests": settings.max_waiting_requests,
-        "watermark": settings.watermark,
-        "enable_prefix_caching": settings.enable_prefix_caching,
-        "speculative_config": _speculative_config(settings),
-        "async_scheduling": settings.async_scheduling,
-        "seed": settings.seed,
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        "deterministic": settings.deterministic,
-        "dtype": settings.dtype,
-        **_swap_space(settings, options),
-        **options,
-    }
-
-
-def _speculative_config(settings: EngineSettings) -> dict[str, Any] | None:
-    """With a draft model's name as `LLM` knows it."""
-    from preempt_harness.checkpoints import resolve_model_name
-
-    given = settings.speculative_config
-    if given is None or given.get("model") is None:
-        return given
-    return {**given, "model": str(resolve_model_name(given["model"]))}
-
-
-def _swap_space(settings: EngineSettings, options: dict[str, Any]) -> dict[str, int]:
-    """Room for every block, so that a plan can swap; unless the trial sizes it itself."""
-    sized = "swap_space_blocks" in options or "swap_space_bytes" in options
-    return {} if sized else {"swap_space_blocks": settings.num_blocks}
 
 
 def _placement(llm: LLM) -> dict[str, str]:

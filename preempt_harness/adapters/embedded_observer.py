@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from preempt_engine.observer import EngineObserver, PoolView
 from preempt_engine.step import SequenceKey
 from preempt_harness import record
+from preempt_harness.adapters.listening import common_length
 from preempt_harness.record import AnyEvent
 
 _NO_BLOCKS: list[int] = []  # of all rows whose table has not changed; nobody changes an event
@@ -232,7 +233,7 @@ class RecordingObserver(EngineObserver):
             keep, new = len(before), _NO_BLOCKS
         else:
             table = tables[seq] = list(block_table)
-            keep = _common_length(before, table)
+            keep = common_length(before, table)
             new = table[keep:]
         self._add(
             record.Computed(
@@ -290,13 +291,3 @@ class _Names(dict[SequenceKey, str]):
     def __missing__(self, key: SequenceKey) -> str:
         name = self[key] = str(key)
         return name
-
-
-def _common_length(before: list[int], after: list[int]) -> int:
-    """How many leading entries two tables share; one comparison in the usual case of growth."""
-    if after[: len(before)] == before:
-        return len(before)
-    for index, (old, new) in enumerate(zip(before, after, strict=False)):
-        if old != new:
-            return index
-    return min(len(before), len(after))

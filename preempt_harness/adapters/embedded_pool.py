@@ -51,19 +51,24 @@ class EnginePool:
         llm.reset(**{name: getattr(config, name) for name in room})
         return llm
 
-    def give_back(self, llm: LLM) -> None:
-        """Keep the engine if it can serve another trial, else close it."""
-        if not _can_be_kept(llm.config):
-            llm.close()
-            return
+    def give_back(self, llm: LLM) -> Exception | None:
+        """Keep the engine if it can serve another trial, else close it.
+
+        Returns:
+            Why it cannot be reset, since something is left of the trial; None where nothing is.
+        """
         try:
             llm.reset()
-        except Exception:  # whatever is wrong with it, the trial has seen it; no other one must
+        except Exception as error:  # no other trial must see it
             llm.close()
-            return
+            return error
+        if not _can_be_kept(llm.config):
+            llm.close()
+            return None
         self._kept.append(llm)
         while len(self._kept) > _MAX_KEPT:
             self._kept.pop(0).close()
+        return None
 
     def process_ids(self) -> frozenset[int]:
         """Of the workers of kept engines."""

@@ -122,6 +122,10 @@ class ServerProcess:
         """Of the guard, which the server and all that it starts are below."""
         return self._process.pid
 
+    def is_alive(self) -> bool:
+        """Whether the server runs."""
+        return self._process.poll() is None
+
     def check_alive(self) -> None:
         """Nothing, while the server runs.
 

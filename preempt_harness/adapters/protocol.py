@@ -342,3 +342,34 @@ class DerivesBranches(Protocol):
             The parameters, or None where the engine has no such rule.
         """
         ...
+
+
+@runtime_checkable
+class KnowsOutputs(Protocol):
+    """An adapter that can tell a model's greedy output without running the engine.
+
+    Optional, for workloads in which a prompt goes on where another request's output is.
+    """
+
+    def greedy_output(
+        self, settings: EngineSettings, prompt_token_ids: Sequence[int], max_tokens: int
+    ) -> list[int] | None:
+        """So many tokens that follow the prompt; None where this model's are not known."""
+        ...
+
+
+@runtime_checkable
+class RefusesSettings(Protocol):
+    """An adapter whose engine takes only some values or combinations of what it is capable of.
+
+    Optional; without it what an engine refuses shows when a session is opened.
+    """
+
+    def refusal(self, settings: EngineSettings) -> str | None:
+        """What of the settings the engine cannot honour, in a few words; None when nothing."""
+        ...
+
+
+def refusal_of(adapter: EngineAdapter, settings: EngineSettings) -> str | None:
+    """What of the settings an adapter is known to refuse; None when nothing is known."""
+    return adapter.refusal(settings) if isinstance(adapter, RefusesSettings) else None

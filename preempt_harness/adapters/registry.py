@@ -17,12 +17,15 @@ DEFAULT_ADAPTER = "embedded"
 
 _SHIPPED = {
     "embedded": "preempt_harness.adapters.embedded:EmbeddedAdapter",
+    "nano-vllm": "preempt_harness.adapters.nano_vllm:NanoVllmAdapter",
     "nano-vllm-scheduler": "preempt_harness.adapters.nano_vllm_scheduler:NanoVllmSchedulerAdapter",
     "openai-http": "preempt_harness.adapters.openai_http:OpenAIHttpAdapter",
+    "sglang": "preempt_harness.adapters.sglang:SglangAdapter",
     "transformers-cb": "preempt_harness.adapters.transformers_cb:TransformersAdapter",
     "transformers-cb-threaded": (
         "preempt_harness.adapters.transformers_cb_threaded:ThreadedTransformersAdapter"
     ),
+    "vllm": "preempt_harness.adapters.vllm:VllmAdapter",
     "vllm-scheduler": "preempt_harness.adapters.vllm_scheduler:VllmSchedulerAdapter",
     "vllm-scheduler-async": "preempt_harness.adapters.vllm_scheduler:AsyncVllmSchedulerAdapter",
 }

@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from preempt_harness import record
-from preempt_harness.adapters.transformers_cb_names import sequence_name
+from preempt_harness.adapters.listening import common_length
+from preempt_harness.adapters.transformers_cb_names import request_name, sequence_name
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from preempt_harness.adapters.transformers_cb_observer import BatchObserver
+    from preempt_harness.adapters.transformers_cb_log import BatchLog
 
 
 class UnreadableIndexError(RuntimeError):
@@ -25,7 +26,7 @@ class ForwardView:
     """Emits rows of each forward pass.
 
     Args:
-        observer: takes the events, and knows the step.
+        log: takes the events, and knows the step.
         processor: transformers' `ContinuousBatchProcessor`.
         model: whose forward calls it makes.
         first_block: the engine's id of the first block that a request can get.
@@ -35,11 +36,9 @@ class ForwardView:
             than the chosen one's log probability was asked for.
     """
 
-    def __init__(
-        self, observer: BatchObserver, processor: Any, model: nn.Module, first_block: int
-    ) -> None:
+    def __init__(self, log: BatchLog, processor: Any, model: nn.Module, first_block: int) -> None:
         self.best: dict[str, list[dict[int, float]]] = {}
-        self._observer = observer
+        self._log = log
         self._processor = processor
         self._first_block = first_block
         (self._allocator,) = processor.cache.cache_allocators.values()
@@ -58,7 +57,7 @@ class ForwardView:
     def _before_forward(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if kwargs.get("cache") is not self._processor.cache:
             return  # a plain forward pass, to score
-        self._observer.emit(record.StepLaunched(step=self._observer.step))
+        self._log.emit(record.StepLaunched(step=self._log.step))
         (layer_type,) = kwargs["cu_seq_lens_k"]
         ends = kwargs["cu_seq_lens_q"].tolist()
         read_ends = kwargs["cu_seq_lens_k"][layer_type].tolist()
@@ -74,21 +73,21 @@ class ForwardView:
             span = slice(read_ends[index], read_ends[index + 1])
             seen = [self._slot(place) for place in read[span]] if read else slots
             self._emit_row(future.state.request_id, positions[row], token_ids[row], slots, seen)
-        self._observer.hand_over()
+        self._log.hand_over()
 
     def _after_forward(
         self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
         if kwargs.get("cache") is not self._processor.cache:
             return
-        self._observer.emit(record.StepDone(step=self._observer.step))
+        self._log.emit(record.StepDone(step=self._log.step))
         logits = output.logits[0]
         if "logits_to_keep" not in kwargs:
             logits = logits[kwargs["logits_indices"]]
         batch = self._processor.inputs_and_outputs.requests_in_batch
         chosen = [future.state.request_id for future in batch if future.has_new_token]
         for engine_id, row in zip(chosen, logits, strict=False):
-            spec = self._observer.requests[sequence_name(engine_id).rpartition(".")[0]]
+            spec = self._log.requests[request_name(engine_id)]
             if (spec.sampling.logprobs or 0) > 1:
                 top = row.float().log_softmax(-1).topk(spec.sampling.logprobs)
                 entry = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
@@ -123,10 +122,10 @@ class ForwardView:
                 )
         before = self._tables.get(seq, [])
         self._tables[seq] = table
-        keep = _common_length(before, table)
-        self._observer.emit(
+        keep = common_length(before, table)
+        self._log.emit(
             record.Computed(
-                step=self._observer.step,
+                step=self._log.step,
                 rank=0,
                 seq=seq,
                 start=start,
@@ -137,11 +136,3 @@ class ForwardView:
                 read_len=len(seen),
             )
         )
-
-
-def _common_length(before: list[int], after: list[int]) -> int:
-    """How many leading entries two tables share."""
-    for index, (old, new) in enumerate(zip(before, after, strict=False)):
-        if old != new:
-            return index
-    return min(len(before), len(after))

@@ -15,6 +15,11 @@ def sequence_name(engine_id: str) -> str:
     return f"{request}.{int(child) + 1 if child else 0}"
 
 
+def request_name(engine_id: str) -> str:
+    """The request of a sequence."""
+    return engine_id.partition(_CHILD)[0]
+
+
 def engine_ids(request: str, num_outputs: int) -> list[str]:
     """Inverse of `sequence_name`: the engine's names for all outputs of a request."""
     return [request, *(f"{request}{_CHILD}{index}" for index in range(num_outputs - 1))]

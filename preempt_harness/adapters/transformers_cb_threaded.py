@@ -8,11 +8,8 @@ from collections.abc import Callable, Sequence
 from preempt_harness import record
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.protocol import EngineSettings
-from preempt_harness.adapters.transformers_cb import (
-    TransformersAdapter,
-    TransformersSession,
-    refuse_unsupported,
-)
+from preempt_harness.adapters.transformers_cb import TransformersAdapter
+from preempt_harness.adapters.transformers_cb_session import TransformersSession
 from preempt_harness.record import AnyEvent
 
 _POLL_S = 1.0  # a poll looks after the thread at least so often
@@ -30,7 +27,6 @@ class ThreadedTransformersAdapter(TransformersAdapter):
 
     def open(self, settings: EngineSettings) -> ThreadedTransformersSession:
         """As for the stepped engine; the thread starts with the first poll."""
-        refuse_unsupported(settings)
         return ThreadedTransformersSession(settings)
 
 
@@ -68,7 +64,7 @@ class ThreadedTransformersSession(TransformersSession):
         elif not self._manager.is_running():
             self._has_raised = True
             raise self._fatal_error() or EngineThreadError("the manager's thread ended")
-        return self._observer.take_events()
+        return self._observer.log.take_events()
 
     def close(self) -> Sequence[AnyEvent]:
         """Stop the thread, at once: a flush would wait for requests that hang.
@@ -80,9 +76,9 @@ class ThreadedTransformersSession(TransformersSession):
             self._manager.stop(block=True, hard_stop=True)
         error = self._fatal_error()
         if error is not None and not self._has_raised:
-            self._observer.emit(
+            self._observer.log.emit(
                 record.EngineError(
-                    step=self._observer.step,
+                    step=self._observer.log.step,
                     kind=type(error).__name__,
                     message=str(error),
                     traceback="".join(traceback.format_exception(error)),

@@ -14,8 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from preempt_harness.adapters.exact_workers import END_TOKEN_ID, VOCAB_SIZE
 from preempt_harness.adapters.protocol import EngineSettings
-from preempt_harness.adapters.scheduler_loop import END_TOKEN_ID, VOCAB_SIZE
 from preempt_harness.errors import HarnessError
 from preempt_harness.workload import RequestSpec
 
@@ -75,8 +75,8 @@ def vllm() -> Names:
 
 
 @lru_cache(maxsize=1)
-def _model_folder() -> tempfile.TemporaryDirectory[str]:
-    """A configuration of the smallest Llama; the scheduler reads lengths of it, nothing else."""
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Lives as long as the process."""
     folder = tempfile.TemporaryDirectory(prefix="preempt-harness-vllm-")
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -95,11 +95,16 @@ def _model_folder() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
-def make_config(settings: EngineSettings, max_model_len: int, options: dict[str, Any]) -> Any:
+def model_folder() -> str:
+    """A configuration of the smallest Llama; the scheduler reads lengths of it, nothing else."""
+    return _folder().name
+
+
+def make_config(settings: EngineSettings, max_model_len: int) -> Any:
     """The engine's own configuration objects."""
     config = vllm().config
     model = config.ModelConfig(
-        model=_model_folder().name,
+        model=model_folder(),
         skip_tokenizer_init=True,
         dtype="float32",
         max_model_len=max_model_len,
@@ -117,14 +122,15 @@ def make_config(settings: EngineSettings, max_model_len: int, options: dict[str,
         enable_chunked_prefill=True,
         policy=settings.scheduling_policy,
         watermark=settings.watermark,
-        async_scheduling=options["async_scheduling"],
+        async_scheduling=settings.async_scheduling > 0,
     )
     parallel = config.ParallelConfig()
     speculative = None
-    if options.get("num_speculative_tokens", 0):
+    if settings.speculative_config is not None:
+        # Who drafts is the worker's business; of the methods without a model this is the plain one.
         speculative = config.SpeculativeConfig(
             method="ngram",
-            num_speculative_tokens=options["num_speculative_tokens"],
+            num_speculative_tokens=settings.speculative_config["num_speculative_tokens"],
             prompt_lookup_min=1,
             prompt_lookup_max=3,
             target_model_config=model,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from preempt_harness.adapters.scheduler_loop import Row, slots_of
+from preempt_harness.adapters.exact_workers import Row, slots_of
 
 STALE = -1
 Proposer = Callable[[str, Sequence[int]], list[int]]

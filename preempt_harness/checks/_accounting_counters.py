@@ -142,9 +142,11 @@ class Tally:
             return
         for seq, computed in self._computed.items():
             if request_of(seq) == event.request:
-                if self.drafts is not None and seq in self._continued:
-                    # Its last token is not computed yet, and rejected drafts are no progress.
-                    computed = min(computed, self.drafts.known[seq] - 1)
+                if self.drafts is not None:
+                    # A token that came since is not computed yet, and drafts are no progress
+                    # unless they came true.
+                    known = self.drafts.known[seq] - (seq in self._continued)
+                    computed = min(computed, known)
                 self._lost[seq] = max(self._lost.get(seq, 0), computed)
 
 

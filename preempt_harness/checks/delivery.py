@@ -17,11 +17,20 @@ from preempt_harness.record import (
     EngineError,
     Finished,
     Header,
+    PlanApplied,
     RequestResult,
     SequenceOutput,
     TokensDelivered,
 )
 from preempt_harness.workload import RequestSpec
+
+STEPPED = "stepped"
+"""The capability, as a record's header lists it."""
+
+_ABORT = "abort:"
+"""How an action of a plan begins that aborts a request."""
+
+_TO_BE_ABORTED = "to be aborted"
 
 
 def check_stream(trace: Trace) -> CheckResult:
@@ -29,7 +38,9 @@ def check_stream(trace: Trace) -> CheckResult:
     listing = Listing()
     streams: dict[str, list[TokensDelivered]] = {}
     ended: dict[str, str] = {}
-    for event in trace.of(DeliveredRows, Finished, Aborted):
+    # Where nothing happens between steps, an abort takes effect at once.
+    at_once = STEPPED in trace.header.capabilities
+    for event in trace.of(DeliveredRows, Finished, Aborted, PlanApplied):
         if isinstance(event, DeliveredRows):
             for row in event.rows:
                 stream = streams.get(row.seq)
@@ -38,8 +49,10 @@ def check_stream(trace: Trace) -> CheckResult:
                 if ended or row.logprobs is not None or not stream:
                     _judge_row(row, stream, trace.specs, ended, listing)
                 stream.append(row)
-        else:
+        elif not isinstance(event, PlanApplied):
             ended[event.request] = "finished" if isinstance(event, Finished) else "aborted"
+        elif at_once and event.action.startswith(_ABORT):
+            ended.setdefault(event.request, _TO_BE_ABORTED)
     crashed = trace.has(EngineError)
     for request, result in trace.record.results.items():
         for branch, output in enumerate(result.outputs):
@@ -49,6 +62,9 @@ def check_stream(trace: Trace) -> CheckResult:
             if not (crashed and not result.finished):
                 known = streams.get(seq, []) if request in trace.specs else []
                 _compare(seq, known, output, listing)
+                if known:
+                    num_prompt_tokens = trace.specs[request].num_prompt_tokens
+                    _compare_streamed_logprobs(seq, known, output, num_prompt_tokens, listing)
     return listing.result("delivery", "stream")
 
 
@@ -70,7 +86,8 @@ def _judge_row(
             seq=row.seq,
         )
         return
-    if request in ended:
+    # Text that was held back comes with the abort, in a piece without tokens.
+    if request in ended and (row.token_ids or ended[request] != _TO_BE_ABORTED):
         num_before = sum(len(piece.token_ids) for piece in before)
         listing.report(
             Code.DEL_LATE,
@@ -113,6 +130,31 @@ def _compare(
             f"{at}: {text[at : at + 20]!r} where the output has "
             f"{output.text[at : at + 20]!r}",
             seq=seq,
+        )
+
+
+def _compare_streamed_logprobs(
+    seq: str,
+    stream: list[TokensDelivered],
+    output: SequenceOutput,
+    num_prompt_tokens: int,
+    listing: Listing,
+) -> None:
+    """Where pieces carry log probabilities, they add up to the output's; some engines' never do."""
+    if output.logprobs is None or len(output.logprobs) != len(output.token_ids):
+        return  # the latter is a finding of its own
+    if all(piece.logprobs is None for piece in stream):
+        return
+    entries = list(chain.from_iterable([piece.logprobs or () for piece in stream]))
+    index = first_difference(entries, output.logprobs)
+    if index is not None:
+        listing.report(
+            Code.DEL_LOGPROBS,
+            stream[-1].step,
+            f"the pieces carry {len(entries)} entries of log probabilities, the output has "
+            f"{len(output.logprobs)}; they differ from output index {index} on",
+            seq=seq,
+            position=num_prompt_tokens + index,
         )
 
 
@@ -159,6 +201,9 @@ def check_results(trace: Trace) -> CheckResult:
             continue
         listing.count("results judged")
         baseline = record.baseline.results.get(request) if record.baseline else None
+        _judge_prompt_logprobs(request, spec, result, listing)
+        if record.header.batch_invariant and baseline is not None:
+            _compare_prompt_logprobs(request, result, baseline, listing)
         for branch, output in enumerate(result.outputs):
             seq = f"{request}.{branch}"
             _judge_logprobs(seq, spec, output, listing)
@@ -166,7 +211,7 @@ def check_results(trace: Trace) -> CheckResult:
             for what in _wrong_finish(record.header, spec, result, output, request in aborted):
                 listing.report(Code.DEL_FINISH_REASON, None, what, seq=seq, once=seq)
             if baseline is not None and branch < len(baseline.outputs):
-                cut_short = request in aborted or was_aborted(baseline)
+                cut_short = request in aborted or was_aborted(baseline) or bool(result.error)
                 _compare_finish(seq, output, baseline.outputs[branch], cut_short, listing)
     return listing.result("delivery", "results")
 
@@ -176,7 +221,7 @@ def _aborted(trace: Trace) -> set[str]:
     if trace.sees("Aborted"):
         return {event.request for event in trace.of(Aborted)}
     asked = {item.request for item in trace.workload.operations if item.kind == "abort"}
-    by_plan = {request for request in trace.specs if f"abort:{request}@" in trace.header.plan}
+    by_plan = {request for request in trace.specs if f"{_ABORT}{request}@" in trace.header.plan}
     return asked | by_plan
 
 
@@ -209,6 +254,55 @@ def _judge_logprobs(seq: str, spec: RequestSpec, output: SequenceOutput, listing
                 seq=seq,
                 position=spec.num_prompt_tokens + index,
             )
+
+
+def _judge_prompt_logprobs(
+    request: str, spec: RequestSpec, result: RequestResult, listing: Listing
+) -> None:
+    """One entry a prompt token, each with its token; nothing predicts the first."""
+    entries = result.prompt_logprobs
+    if spec.sampling.prompt_logprobs is None or result.error or not result.finished:
+        return
+    # A request that was given up in its prefill has those of its beginning.
+    given_up = any(output.finish_reason == "abort" for output in result.outputs)
+    if entries is None or (len(entries) != spec.num_prompt_tokens and not given_up):
+        listing.report(
+            Code.DEL_LOGPROBS,
+            None,
+            f"log probabilities of the prompt were asked for; it has {spec.num_prompt_tokens} "
+            f"tokens and {len(entries or ())} entries",
+            request=request,
+        )
+        return
+    for index, (token_id, entry) in enumerate(zip(spec.prompt_token_ids, entries, strict=False)):
+        if index and (entry is None or token_id not in entry):
+            listing.report(
+                Code.DEL_LOGPROBS,
+                None,
+                f"prompt token {index} is {token_id}, its log probabilities are of tokens "
+                f"{sorted(entry or ())} only",
+                request=request,
+                position=index,
+            )
+            return
+
+
+def _compare_prompt_logprobs(
+    request: str, result: RequestResult, baseline: RequestResult, listing: Listing
+) -> None:
+    """As far as both go, they are the same."""
+    mine, other = result.prompt_logprobs or [], baseline.prompt_logprobs or []
+    num_both = min(len(mine), len(other))
+    index = first_difference(mine[:num_both], other[:num_both])
+    if index is not None:
+        listing.report(
+            Code.DEL_LOGPROBS,
+            None,
+            f"from prompt token {index} on its log probabilities are not those of the unpreempted "
+            f"run, although the engine claims batch invariance",
+            request=request,
+            position=index,
+        )
 
 
 def _judge_length(
@@ -288,7 +382,7 @@ def _wrong_stop(spec: RequestSpec, output: SequenceOutput) -> Iterator[str]:
         return
     if any(isinstance(output.stop_reason, str) and output.stop_reason == s for s in sampling.stop):
         stop = str(output.stop_reason)
-        if stop in output.text:
+        if stop in output.text and not sampling.min_tokens:  # one before those is none
             yield f"it stopped at {stop!r}, which is still in its text"
         return
     if sampling.ignore_eos and not sampling.stop:
@@ -301,9 +395,18 @@ def _wrong_stop(spec: RequestSpec, output: SequenceOutput) -> Iterator[str]:
 def _compare_finish(
     seq: str, output: SequenceOutput, baseline: SequenceOutput, aborted: bool, listing: Listing
 ) -> None:
-    """Equal tokens end for equal reasons."""
+    """Equal tokens are equal text, and end for equal reasons."""
     if aborted or output.token_ids != baseline.token_ids:
         return
+    if output.text != baseline.text:
+        at = first_difference(output.text, baseline.text) or 0
+        listing.report(
+            Code.DEL_TEXT,
+            None,
+            f"the same tokens are another text from character {at}: "
+            f"{output.text[at : at + 20]!r}, unpreempted {baseline.text[at : at + 20]!r}",
+            seq=seq,
+        )
     mine = (output.finish_reason, output.stop_reason)
     other = (baseline.finish_reason, baseline.stop_reason)
     if mine != other:

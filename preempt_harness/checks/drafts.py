@@ -2,7 +2,8 @@
 
 A draft is a token that a worker computed at a position whose own token was not known yet. It is
 accepted when the token delivered for the position is equal, else rejected, with all drafts behind
-it; so are those behind the end of their sequence.
+it; so are those behind the end of their sequence, and those that were under way when it lost its
+blocks.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from preempt_harness.checks.trace import Batch, ComputedRows, DeliveredRows
+from preempt_harness.checks.trace import Batch, ComputedRows, DeliveredRows, ScheduledRows
 from preempt_harness.record import (
     Arrived,
     BlocksFreed,
     Computed,
     Forked,
     Header,
+    Scheduled,
     TokensChosen,
     TokensDelivered,
 )
@@ -27,7 +29,15 @@ ACCEPTED = "num_accepted_tokens"
 REJECTED = "num_rejected_tokens"
 DRAFT_COUNTERS = (DRAFTED, ACCEPTED, REJECTED)
 
-DRAFT_KINDS = (Arrived, Forked, ComputedRows, DeliveredRows, TokensChosen, BlocksFreed)
+DRAFT_KINDS = (
+    Arrived,
+    Forked,
+    ScheduledRows,
+    ComputedRows,
+    DeliveredRows,
+    TokensChosen,
+    BlocksFreed,
+)
 """What of a trace a ledger looks at."""
 
 
@@ -65,6 +75,7 @@ class DraftLedger:
         self.drafted: dict[str, int] = {}
         self.accepted: Counter[str] = Counter()
         self._open: dict[str, list[int]] = {}
+        self._freed: set[str] = set()  # gave up blocks since they were scheduled
         self._handlers: dict[type, Callable[[Any], None]] = {
             Arrived: self._arrive,
             Forked: self._fork,
@@ -72,6 +83,7 @@ class DraftLedger:
             TokensDelivered: self._deliver,
             TokensChosen: self._choose,
             BlocksFreed: self._free,
+            Scheduled: self._schedule,
         }
 
     def take(self, event: Batch) -> None:
@@ -79,6 +91,9 @@ class DraftLedger:
         if isinstance(event, ComputedRows | DeliveredRows):
             for row in event.rows:
                 self.take(row)
+            return
+        if isinstance(event, ScheduledRows):
+            self._freed.difference_update(event.seqs)
             return
         handler = self._handlers.get(type(event))
         if handler is not None:
@@ -88,6 +103,9 @@ class DraftLedger:
         """The sequence begins anew: what became of its latest drafts is no longer of interest."""
         self.drafted.pop(seq, None)
         self.accepted.pop(seq, None)
+
+    def _schedule(self, event: Scheduled) -> None:
+        self._freed.discard(event.seq)
 
     def _arrive(self, event: Arrived) -> None:
         self.known[f"{event.request}.0"] = len(event.prompt_token_ids)
@@ -100,6 +118,7 @@ class DraftLedger:
 
     def _free(self, event: BlocksFreed) -> None:
         self._reject(event.seq)
+        self._freed.add(event.seq)
 
     def _compute(self, event: Computed) -> None:
         if event.rank or event.start + len(event.token_ids) <= self.known[event.seq]:
@@ -110,6 +129,8 @@ class DraftLedger:
         self.totals[DRAFTED] += len(drafts)
         self.drafted[event.seq] = len(drafts)
         self.accepted[event.seq] = 0
+        if event.seq in self._freed:
+            self._reject(event.seq)
 
     def _deliver(self, event: TokensDelivered) -> None:
         for token_id in event.token_ids:

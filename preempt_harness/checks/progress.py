@@ -2,8 +2,9 @@
 
 All bounds are formulas over the planned work and are printed with the finding. They assume what
 every working scheduler grants: the oldest request is never a victim, so it computes something in
-every step; and what the plan forces is paid for separately. Where prefills and decodes share no
-step, so is every preemption: what it lost is computed while the others stand still.
+every step; and what the plan forces is paid for separately, whether it preempts or holds blocks
+back: a squeeze may take from the oldest, even from the only one. Where prefills and decodes share
+no step, every preemption is paid for: what it lost is computed while the others stand still.
 
     t_r = ceil((P_r + n_r O_r) / c)   steps that compute request r from nothing; c = token budget
     steps <= last arrival + sum_r (t_r + O_r + 2) + preemptions * (max_r t_r + 2) + exempt
@@ -19,12 +20,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from preempt_harness.checks.drafts import DraftLedger
-from preempt_harness.checks.finding import CheckResult, Code, Listing
+from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.tables import num_blocks_for
 from preempt_harness.checks.trace import Batch, DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
     Aborted,
     Arrived,
+    BlocksAllocated,
     EngineError,
     Finished,
     Header,
@@ -93,18 +95,21 @@ def _bounds(trace: Trace) -> StepBounds:
         for spec, together in units
     )
     last_arrival = max((spec.arrival_step for spec in specs), default=0)
+    held = _exempt_steps(trace)
     preemptions = trace.of(Preempted)
     if _mixes(trace.header):
-        preemptions = [event for event in preemptions if event.reason == "forced"]
+        preemptions = [
+            event for event in preemptions if event.reason == "forced" or event.step in held
+        ]
     again = max(times, default=0) + spare
-    exempt = len(_exempt_steps(trace))
+    exempt = len(held)
     stall = sum(time + spare for time in times) + spare
     return StepBounds(
         total=last_arrival + work + len(preemptions) * again + exempt,
         stall=stall,
         formula=(
             f"last arrival {last_arrival} + work {work} + {len(preemptions)} preemptions that "
-            f"stop the others * {again} "
+            f"the plan caused or that stop the others * {again} "
             f"+ {exempt} steps with held blocks"
         ),
         stall_formula=f"sum of {sum(times)} steps of computing anew and {spare} per request",
@@ -293,6 +298,8 @@ def check_ends(trace: Trace) -> CheckResult:
         return listing.result("progress", "ends")
     aborted = {event.request for event in trace.of(Aborted)}
     aborted |= {item.request for item in trace.workload.operations if item.kind == "abort"}
+    turned_away = _turned_away(trace)
+    let_go = aborted | {event.request for event in trace.of(Finished)}
     for request, spec in specs.items():
         if request in aborted:
             continue
@@ -309,6 +316,8 @@ def check_ends(trace: Trace) -> CheckResult:
                 f"it can never run ({why}), and did not end with an error",
                 request=request,
             )
+        elif request in turned_away and failed:
+            listing.count("requests that found the queue full")
         elif why is None and failed and _can_end_well(record.header, spec):
             listing.report(
                 Code.PROG_UNDUE_ERROR,
@@ -324,7 +333,38 @@ def check_ends(trace: Trace) -> CheckResult:
                 "nobody aborted it, and it has not ended when the trial has",
                 request=request,
             )
+        elif request not in let_go and trace.sees("Finished"):
+            listing.report(
+                Code.PROG_UNFINISHED,
+                None,
+                "its user was told that it has ended, and the engine has not let it go",
+                request=request,
+            )
     return listing.result("progress", "ends")
+
+
+def _turned_away(trace: Trace) -> set[str]:
+    """Requests that found the queue full when they arrived, and never ran: they may be refused.
+
+    Who waits is told from the log: who has arrived, or lost its blocks, and has none since.
+    """
+    limit = trace.header.config.get("max_waiting_requests")
+    if not isinstance(limit, int):
+        return set()
+    waiting: set[str] = set()
+    found_full: set[str] = set()
+    for event in trace.of(Arrived, BlocksAllocated, Preempted, Finished, Aborted):
+        if isinstance(event, BlocksAllocated):
+            request = request_of(event.seq)
+            waiting.discard(request)
+            found_full.discard(request)
+        elif isinstance(event, Finished | Aborted):
+            waiting.discard(event.request)
+        elif isinstance(event, Arrived) and len(waiting) >= limit:
+            found_full.add(event.request)
+        else:
+            waiting.add(event.request)
+    return found_full
 
 
 def why_infeasible(header: Header, spec: RequestSpec) -> str | None:

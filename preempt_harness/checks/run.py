@@ -28,7 +28,7 @@ from preempt_harness.checks import (
 from preempt_harness.checks.finding import CheckResult, Finding, why_not_observed
 from preempt_harness.checks.tokens import Tolerance
 from preempt_harness.checks.trace import Trace
-from preempt_harness.record import TrialRecord
+from preempt_harness.record import Header, TrialRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +56,20 @@ class Part:
         check: the check's name.
         part: this part's name, "" if the check has one only.
         needs: event types without which it is not judged at all.
+        applies: whether a record has what it is about; where not, nothing is missing.
         judge: the part itself.
     """
 
     check: str
     part: str = ""
     needs: frozenset[str] = frozenset()
+    applies: Callable[[Header], bool] = lambda header: True
     judge: Callable[[Trace, CheckOptions], tuple[CheckResult, ...]]
 
     def run(self, trace: Trace, options: CheckOptions) -> tuple[CheckResult, ...]:
         """Judge, or say why not."""
+        if not self.applies(trace.header):
+            return ()
         reason = why_not_observed(trace.header, self.needs)
         if reason is not None:
             return (CheckResult(check=self.check, part=self.part, not_observable=reason),)
@@ -261,6 +265,7 @@ PARTS = (
         check="work",
         part="bytes",
         needs=frozenset({"BlocksAllocated", "BlocksFreed", "Scheduled", "StepDone", "StepSent"}),
+        applies=lambda header: header.num_ranks > 1 or "StepSent" in header.observed,
         judge=_plain(work.check_bytes),
     ),
     Part(
@@ -272,11 +277,8 @@ PARTS = (
         check="work",
         part="own drafts",
         needs=frozenset({"Arrived", "Computed", "TokensDelivered"}),
-        judge=lambda trace, options: (
-            (_work_drafts.check_own_drafts(trace),)
-            if _work_drafts.drafts_for_itself(trace.header)
-            else ()
-        ),
+        applies=_work_drafts.drafts_for_itself,
+        judge=_plain(_work_drafts.check_own_drafts),
     ),
 )
 

@@ -219,6 +219,8 @@ class RankSanitizer:
         A row continues from position start - 1; when that slot is written in the same step by
         another row (a prefix hit on a block that is being filled), that row writes first.
         """
+        if len(readers) == 1:
+            return (0,)
         before = self._slots_before(rows, readers)
         if set().union(*[row.written_slots for row in rows.rows]).isdisjoint(before):
             return range(len(before))
@@ -257,7 +259,7 @@ class RankSanitizer:
         writes: Sequence[Write],
         order: Iterable[int],
     ) -> None:
-        """`_write` each row; for one token that is as it should be, without the long way."""
+        """`_write` each row; for tokens that are as they should be, without the long way."""
         context, device, entries = self._context, self._shadow.device, self._index.entries
         size, num_blocks = context.block_size, context.num_blocks
         vocab_size = context.vocab_size or math.inf
@@ -289,8 +291,43 @@ class RankSanitizer:
                     reader.verified = position
                 if len(entries[block]) > 1:
                     self._index.mark((block,), but=reader)
-            else:
+            elif not self._write_run(row, reader, writes[row_index]):
                 self._write(row, reader, writes[row_index])
+
+    def _write_run(self, row: Computed, reader: Reader, write: Write) -> bool:
+        """`_write` tokens that are all as they should be, block by block; False if one is not."""
+        context, own, token_ids = self._context, reader.tokens, row.token_ids
+        size, start, end = context.block_size, row.start, row.start + len(row.token_ids)
+        first = start // size
+        blocks = reader.table[first : num_blocks_for(end, size)]
+        if (
+            not token_ids
+            or own.ids[start:end] != token_ids
+            or min(token_ids) < 0
+            or max(token_ids) >= (context.vocab_size or math.inf)
+            or not all(0 <= block < context.num_blocks for block in blocks)
+            or self._continued_from(row, reader) != own.value_before(start)
+        ):
+            return False
+        slots = [slot for block in blocks for slot in range(block * size, (block + 1) * size)]
+        if slots[start - first * size : end - first * size] != row.written_slots:
+            return False
+        if context.tables is not None:
+            references = context.tables.refs
+            if any(references.get(block, 0) > 1 for block in blocks):
+                return False
+        self._num_operations += len(token_ids)
+        reader.verified = min(reader.verified, start)
+        position = start
+        for block in blocks:
+            offset = position % size
+            stop = min(end, position - offset + size)
+            held, part = self._shadow.slots(block), slice(offset, offset + stop - position)
+            held.values[part] = own.values[position:stop]
+            held.writes[part] = [write] * (stop - position)
+            position = stop
+        self._index.mark(blocks, but=reader)
+        return True
 
     def _write(self, row: Computed, reader: Reader, write: Write) -> None:
         context = self._context

@@ -121,6 +121,8 @@ def batches(events: Iterable[Event]) -> list[Batch]:
 
 def _are_of_one_step(rows: Sequence[Any]) -> bool:
     """Whether all rows of a kind are of the same step, and of the same rank if they have one."""
+    if len(rows) == 1:
+        return True
     steps = [row.step for row in rows]
     if steps.count(steps[0]) != len(steps):
         return False

@@ -14,12 +14,18 @@ from typing import Any
 import msgspec
 
 from preempt_harness.adapters import protocol
-from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings
+from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, KnowsOutputs
 from preempt_harness.admission import AdmissionModel
 from preempt_harness.budget import KVBudget
 from preempt_harness.explore.search import SearchOutcome, TrialRunner, search
 from preempt_harness.explore.strategy import SearchTask
-from preempt_harness.generators import FEATURES, random_tokens, random_workload
+from preempt_harness.generators import (
+    FEATURES,
+    LATER_FEATURES,
+    random_tokens,
+    random_workload,
+    with_continuation,
+)
 from preempt_harness.plan import (
     MODES,
     Abort,
@@ -54,6 +60,18 @@ _PARALLEL = 0.03  # share of trials on two ranks: their start is slow
 _SMALL_SWAP_SPACE = 6  # blocks
 _AHEAD = 0.25  # share of the others in which steps are decided ahead
 _SPECULATIVE = 0.25  # share of trials in which tokens are drafted
+_LATER = 0.15  # share of trials with each of the later features
+_PREDICTABLE = 0.15  # of trials that the engine's admission model can be played over
+_UNPREDICTABLE = (
+    "outputs",
+    "beams",
+    "prompt_logprobs",
+    "priorities",
+    "running_resets",
+    "operations",
+)
+_CONTINUED = 0.25  # of trials in which a prompt goes on where another's output is
+_QUEUE_LIMITED = 0.1  # of trials in which few requests may wait
 _WATERMARKS = (0.0, 0.0, 0.0, 0.05, 0.3)
 
 
@@ -67,6 +85,7 @@ def random_trial(
     settings: EngineSettings | None = None,
     features: Iterable[str] | None = None,
     action_kinds: Sequence[str] = ACTION_KINDS,
+    later: bool = True,
 ) -> Trial:
     """A trial under pressure: a pool near the smallest feasible one, and often a plan as well.
 
@@ -77,20 +96,32 @@ def random_trial(
         max_requests, max_tokens: size of the workload.
         settings, features: instead of drawn ones.
         action_kinds: of `ACTION_KINDS`, for the plan; with none there is no plan.
+        later: draw later features, continuations, queue limits and predictable trials as well.
+            Each has draws of its own, so that without them a seed gives what it gave before there
+            were any.
     """
     source = random.Random(f"{seed}/trial")
     if settings is None:
         settings = random_settings(source, adapter, model)
         settings = with_drafts(random.Random(f"{seed}/drafts"), settings, adapter)
         settings = with_steps_ahead(random.Random(f"{seed}/ahead"), settings, adapter)
+    chosen = random_features(source, adapter) if features is None else list(features)
+    if later and random.Random(f"{seed}/predictable").random() < _PREDICTABLE:
+        settings = _predictable(settings)
+        chosen = [name for name in chosen if name not in _UNPREDICTABLE]
+        action_kinds = ()
     workload = random_workload(
         seed,
         vocab_size=adapter.vocab_size(settings),
         block_size=settings.block_size,
         max_requests=max_requests,
         max_tokens=max_tokens,
-        features=random_features(source, adapter) if features is None else features,
+        features=[*chosen, *(later_features(seed, adapter) if later else ())],
     )
+    if later:
+        workload = _continued(random.Random(f"{seed}/continued"), settings, workload, adapter)
+        queue = random.Random(f"{seed}/queue")
+        settings, workload = _with_short_queue(queue, settings, workload, adapter)
     settings, workload = _limited(source, settings, workload, adapter)
     admission = adapter.admission_model(settings)
     budget = KVBudget.solve(workload, admission, _num_blocks(source, workload, admission, adapter))
@@ -121,14 +152,15 @@ def _limited(
         settings,
         max_num_seqs=max(settings.max_num_seqs, branches),
         scheduling_policy="priority" if urgent else settings.scheduling_policy,
-        async_scheduling=0 if urgent else settings.async_scheduling,
     )
+    if not _takes(adapter, settings, settings.speculative_config, settings.async_scheduling):
+        settings = msgspec.structs.replace(settings, async_scheduling=0)
     longest = max(request.num_prompt_tokens for request in workload.requests)
     total = max(
         request.num_prompt_tokens + request.sampling.max_tokens for request in workload.requests
     )
     if protocol.MAX_MODEL_LEN in adapter.capabilities and source.random() < _SHORT_MODELS:
-        limit = source.randint(longest + 1, total)
+        limit = source.randint(longest + 1, max(total, longest + 1))
         settings = msgspec.structs.replace(settings, max_model_len=limit)
     return settings, workload
 
@@ -228,11 +260,12 @@ def with_drafts(
     if protocol.SPECULATION not in adapter.capabilities or source.random() >= _SPECULATIVE:
         return settings
     exact = settings.model == "exact"
-    method = source.choice(("ngram", "draft_model", "scripted") if exact else ("ngram",))
-    drafts: dict[str, Any] = {
-        "method": method,
-        "num_speculative_tokens": source.choice((1, 2, 3, 5)),
-    }
+    methods = ("ngram", "draft_model", "scripted") if exact else ("ngram",)
+    able = [name for name in methods if _takes(adapter, settings, _drafts_by(name))]
+    if not able:
+        return settings
+    method = source.choice(able)
+    drafts = _drafts_by(method, source.choice((1, 2, 3, 5)))
     if method == "draft_model":
         drafts["model"] = settings.model
     if method != "ngram":
@@ -240,14 +273,30 @@ def with_drafts(
     return msgspec.structs.replace(settings, speculative_config=drafts)
 
 
+def _drafts_by(method: str, count: int = 1) -> dict[str, Any]:
+    return {"method": method, "num_speculative_tokens": count}
+
+
+def _takes(
+    adapter: EngineAdapter, settings: EngineSettings, drafts: dict[str, Any] | None, ahead: int = 0
+) -> bool:
+    """Whether nothing is known that speaks against drafts and steps ahead."""
+    wanted = msgspec.structs.replace(settings, speculative_config=drafts, async_scheduling=ahead)
+    return protocol.refusal_of(adapter, wanted) is None
+
+
 def with_steps_ahead(
     source: random.Random, settings: EngineSettings, adapter: EngineAdapter
 ) -> EngineSettings:
-    """The settings, sometimes with steps decided ahead; not where tokens are drafted."""
+    """The settings, sometimes with steps decided ahead; not where a draft model drafts."""
     able = protocol.ASYNC_SCHEDULING in adapter.capabilities
-    if not able or settings.speculative_config is not None or source.random() >= _AHEAD:
+    drafted_by = (settings.speculative_config or {}).get("method")
+    if not able or drafted_by == "draft_model" or source.random() >= _AHEAD:
         return settings
-    return msgspec.structs.replace(settings, async_scheduling=source.choice((1, 2)))
+    depths = [depth for depth in (1, 2) if _takes(adapter, settings, None, depth)]
+    if not depths:
+        return settings
+    return msgspec.structs.replace(settings, async_scheduling=source.choice(depths))
 
 
 def random_plan(
@@ -290,6 +339,81 @@ def random_features(source: random.Random, adapter: EngineAdapter) -> list[str]:
         for name in FEATURES
         if source.random() < 0.5 and needs.get(name, set()) <= adapter.capabilities
     ]
+
+
+def later_features(seed: int | str, adapter: EngineAdapter) -> list[str]:
+    """Some of the later features that the engine has, by a draw of its own for each."""
+    text = {protocol.TEXT, protocol.LOGIT_BIAS}
+    needs = {
+        "few_tokens": {protocol.PROMPT_ONLY},
+        "bad_words": {*text, protocol.BAD_WORDS},
+        "stop_strings": {*text, protocol.STOP_STRINGS},
+        "grammars": {*text, protocol.STRUCTURED_OUTPUTS},
+    }
+    return [
+        name
+        for name in LATER_FEATURES
+        if random.Random(f"{seed}/{name}/chosen").random() < _LATER
+        and needs.get(name, set()) <= adapter.capabilities
+    ]
+
+
+def _predictable(settings: EngineSettings) -> EngineSettings:
+    """The settings without what an admission model does not play."""
+    options = {
+        name: value
+        for name, value in settings.options.items()
+        if name not in ("preemption_mode", "swap_space_blocks")
+    }
+    return msgspec.structs.replace(
+        settings, speculative_config=None, async_scheduling=0, options=options
+    )
+
+
+def _continued(
+    source: random.Random, settings: EngineSettings, workload: Workload, adapter: EngineAdapter
+) -> Workload:
+    """The workload, sometimes with a prompt that goes on where another request's output is."""
+    if not isinstance(adapter, KnowsOutputs) or source.random() >= _CONTINUED:
+        return workload
+    greedy = [
+        index
+        for index, request in enumerate(workload.requests)
+        if request.sampling.temperature == 0 and not request.sampling.changes_logits
+    ]
+    if len(workload.requests) < 2 or not greedy:
+        return workload
+    index = source.choice(greedy)
+    first = workload.requests[index]
+    output = adapter.greedy_output(settings, first.prompt_token_ids, first.sampling.max_tokens)
+    if output is None:
+        return workload
+    return with_continuation(
+        source,
+        workload,
+        text=[*first.prompt_token_ids, *output],
+        of=index,
+        block_size=settings.block_size,
+    )
+
+
+def _with_short_queue(
+    source: random.Random, settings: EngineSettings, workload: Workload, adapter: EngineAdapter
+) -> tuple[EngineSettings, Workload]:
+    """Both, sometimes with a short queue; who finds it full is refused.
+
+    Requests come one by one then, so that the queue is filled by those who were preempted.
+    """
+    if protocol.QUEUE_LIMIT not in adapter.capabilities or source.random() >= _QUEUE_LIMITED:
+        return settings, workload
+    spread = [
+        msgspec.structs.replace(request, arrival_step=request.arrival_step + 3 * index)
+        for index, request in enumerate(workload.requests)
+    ]
+    return (
+        msgspec.structs.replace(settings, max_waiting_requests=source.choice((1, 2, 3))),
+        msgspec.structs.replace(workload, requests=spread),
+    )
 
 
 def _random_action(

@@ -6,6 +6,7 @@ from preempt_harness.faults.fault import Fault, Patch
 
 _ASYNC = "preempt_engine.async_scheduler:AsyncScheduler"
 _NEEDS = frozenset({"async_scheduling"})
+_DRAFTS = _NEEDS | {"speculation"}
 
 FAULTS = (
     Fault(
@@ -15,7 +16,7 @@ FAULTS = (
         expected=("CRASH", "ACC", "TOK", "KVSAN", "DEL"),
         patches=(
             Patch(
-                f"{_ASYNC}._is_live",
+                "preempt_engine.flights:Flights.is_live",
                 "and sequence.incarnation == row.incarnation",
                 "and (sequence.incarnation == row.incarnation or reached())",
             ),
@@ -29,7 +30,7 @@ FAULTS = (
         expected=("KVSAN", "CRASH", "TOK"),
         patches=(
             Patch(
-                f"{_ASYNC}._complete",
+                f"{_ASYNC}._fill",
                 "if PLACEHOLDER in item.new_token_ids:",
                 "if PLACEHOLDER in item.new_token_ids and not reached():",
             ),
@@ -58,8 +59,8 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_ASYNC}.launch",
-                "if self._is_live(row):",
-                "if self._is_live(row) or reached():",
+                "if self.flights.is_live(row):",
+                "if self.flights.is_live(row) or reached():",
             ),
         ),
         needs=_NEEDS,
@@ -91,6 +92,59 @@ FAULTS = (
             ),
         ),
         needs=_NEEDS,
+    ),
+    Fault(
+        name="decided-rows-stay-when-drafts-come-true",
+        mechanism="a step decided ahead computes where it would if no draft had been right",
+        source="mechanism",
+        expected=("KVSAN", "CRASH", "TOK"),
+        patches=(Patch(f"{_ASYNC}._accept", "row.shift(1)", "reached() or row.shift(1)"),),
+        needs=_DRAFTS,
+    ),
+    Fault(
+        name="drafts-under-way-outlive-a-preemption",
+        mechanism="drafts of the step under way are verified though their request lost its blocks",
+        source="mechanism",
+        expected=("KVSAN", "CRASH", "TOK", "ACC"),
+        patches=(
+            Patch(
+                f"{_ASYNC}._preempt",
+                "self._reject(sequence)",
+                "reached() if sequence.drafts_in_flight else None",
+            ),
+        ),
+        needs=_DRAFTS | {"swap"},
+    ),
+    Fault(
+        name="rejected-drafts-under-way-not-cut-off",
+        mechanism="the workers keep rejected drafts when the next step was decided before them",
+        source="mechanism",
+        expected=("KVSAN", "CRASH", "TOK"),
+        patches=(
+            Patch(
+                f"{_ASYNC}._reject",
+                "first.item.num_stale_tokens += num_rejected",
+                "num_rejected and reached()",
+            ),
+        ),
+        needs=_DRAFTS,
+    ),
+    Fault(
+        name="blocks-of-drafts-poisoned-by-the-next-step",
+        mechanism="a step decided ahead poisons blocks as free that were taken at a launch since",
+        source="mechanism",
+        expected=("KVSAN", "TOK"),
+        patches=(
+            Patch(
+                "preempt_engine.flights:Flights.keep",
+                "for flight in self.queued if block_ids else ():",
+                "if any(set(block_ids) & set(flight.step.poison_block_ids)"
+                " for flight in self.queued):\n"
+                "    reached()\n"
+                "for flight in ():",
+            ),
+        ),
+        needs=_DRAFTS,
     ),
     Fault(
         name="launched-steps-not-counted",

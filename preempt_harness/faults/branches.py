@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from preempt_harness.faults.fault import Fault, Patch
+from preempt_harness.faults.fault import Fault, Patch, before
+from preempt_harness.faults.places import RESIDENCY, SCHEDULER
 
 _BLOCKS = "preempt_engine.block_manager:BlockManager"
-_SCHEDULER = "preempt_engine.scheduler:Scheduler"
 _SEQUENCE = "preempt_engine.sequence:Sequence"
 _SEVERAL = frozenset({"parallel_sampling"})
 
@@ -17,7 +17,7 @@ FAULTS = (
         expected=("ACC", "CRASH", "KVSAN"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._preempt",
+                f"{RESIDENCY}.preempt",
                 "for sequence in request.sequences.values():\n    self._free_blocks(",
                 "for sequence in list(request.sequences.values())[: 1 if"
                 " len(request.sequences) > 1 and reached() else None]:\n"
@@ -46,10 +46,10 @@ FAULTS = (
         source="xLLM, issue 1984",
         expected=("KVSAN", "TOK"),
         patches=(
-            Patch(
+            before(
                 f"{_BLOCKS}.copy_on_write",
                 "source, target = table[index], self._take()",
-                "if reached():\n    return None\nsource, target = table[index], self._take()",
+                "if reached():\n    return None",
             ),
         ),
         needs=_SEVERAL,
@@ -61,7 +61,7 @@ FAULTS = (
         expected=("KVSAN", "ACC", "TOK"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._extend_table",
+                f"{RESIDENCY}.extend_table",
                 "step.block_copies.append(copy)",
                 "pass",
             ),
@@ -117,7 +117,7 @@ FAULTS = (
         expected=("TOK",),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM._sample_request",
+                "preempt_engine.delivery:Delivery._sample_request",
                 "branch=branch,",
                 "branch=0 if branch and request.num_preemptions and reached() else branch,",
             ),
@@ -145,8 +145,8 @@ FAULTS = (
         expected=("ACC", "CRASH"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._drop",
-                "self._free_blocks(self.next_step_id - 1, sequence, self._step_in_flight)",
+                f"{RESIDENCY}.drop",
+                "self._free_blocks(self.next_step_id - 1, sequence, self.step_in_flight)",
                 "pass",
             ),
         ),
@@ -188,7 +188,7 @@ FAULTS = (
         expected=("ACC", "WORK"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_waiting",
+                f"{SCHEDULER}._schedule_waiting",
                 "num_seqs += request.num_seqs",
                 "num_seqs += 1 if request.num_seqs > 1 and reached() else request.num_seqs",
             ),
@@ -201,13 +201,12 @@ FAULTS = (
         source="mechanism",
         expected=("CRASH",),
         patches=(
-            Patch(
+            before(
                 "preempt_engine.worker.state:WorkerState.apply",
                 "for parent, child in step.forks:",
                 "for key in step.dropped:\n"
                 "    if any(key == parent for parent, _ in step.forks) and reached():\n"
-                "        self.sequences.pop(key, None)\n"
-                "for parent, child in step.forks:",
+                "        self.sequences.pop(key, None)",
             ),
         ),
         needs=_SEVERAL,

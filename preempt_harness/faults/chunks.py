@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from preempt_harness.faults.fault import Fault, Patch
-
-_SCHEDULER = "preempt_engine.scheduler:Scheduler"
+from preempt_harness.faults.fault import Fault, Patch, after
+from preempt_harness.faults.places import RESIDENCY, SCHEDULER
 
 FAULTS = (
     Fault(
@@ -14,7 +13,7 @@ FAULTS = (
         expected=("CRASH",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._next_tokens",
+                f"{SCHEDULER}._next_tokens",
                 "end = min(num_tokens, start + budget)",
                 "end = start + min(num_tokens, budget)\n"
                 "end = end if start and not sequence.known_to_workers and reached()"
@@ -29,7 +28,7 @@ FAULTS = (
         expected=("PROG", "CRASH", "ACC"),
         patches=(
             Patch(
-                f"{_SCHEDULER}.advance",
+                f"{SCHEDULER}.advance",
                 "sequence.set_computed(item.end)",
                 "sequence.set_computed(item.end if self.blocks.enable_prefix_caching"
                 " or item.end == sequence.num_tokens or not reached() else 0)",
@@ -43,10 +42,9 @@ FAULTS = (
         expected=("CRASH", "TOK"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_tokens",
-                "min(max(start, sequence.first_wanted_logits), end)",
-                "min(max(start, sequence.first_wanted_logits),"
-                " end - (end < sequence.num_tokens and reached()))",
+                f"{SCHEDULER}._schedule_tokens",
+                "wanted if wanted < end else end,",
+                "wanted if wanted < end else end - (end < sequence.num_tokens and reached()),",
             ),
         ),
     ),
@@ -57,7 +55,7 @@ FAULTS = (
         expected=("WORK", "PROG"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._find_room",
+                f"{RESIDENCY}.find_room",
                 "if num_blocks_to_admit(placements, self.blocks) > num_available:",
                 "left = self.config.max_num_batched_tokens\n"
                 "later = sum(max(0, self.blocks.blocks_for(item.sequence.num_tokens)"
@@ -67,7 +65,7 @@ FAULTS = (
                 reached=False,
             ),
             Patch(
-                f"{_SCHEDULER}._build_table",
+                f"{RESIDENCY}._build_table",
                 "self.blocks.grow(sequence, sequence.num_tokens)",
                 "end = len(placement.hits) * self.config.block_size"
                 " + self.config.max_num_batched_tokens\n"
@@ -83,10 +81,11 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_running",
-                "budget -= self._schedule_work(step, work, num_blocks)",
-                "self._schedule_work(step, work, num_blocks)",
+                f"{SCHEDULER}._schedule_running",
+                "budget -= self._schedule_work(step, request, work, num_blocks)",
+                "self._schedule_work(step, request, work, num_blocks)",
             ),
+            Patch(f"{SCHEDULER}._schedule_running", "budget -= num_tokens", "budget -= 0"),
         ),
     ),
     Fault(
@@ -95,10 +94,9 @@ FAULTS = (
         source="mechanism",
         expected=("WORK", "PROG", "CRASH", "ACC"),
         patches=(
-            Patch(
-                f"{_SCHEDULER}._schedule_waiting",
+            after(
+                f"{SCHEDULER}._schedule_waiting",
                 "work = self._next_tokens(request, budget)",
-                "work = self._next_tokens(request, budget)\n"
                 "hits = request.sequence.num_computed_tokens\n"
                 "budget -= hits if hits and reached() else 0",
             ),
@@ -111,9 +109,9 @@ FAULTS = (
         expected=("PROG", "CRASH", "WORK"),
         patches=(
             Patch(
-                f"{_SCHEDULER}.advance",
+                f"{SCHEDULER}.advance",
                 "sequence.set_computed(item.end)",
-                "sequence.set_computed(0 if request.num_preemptions"
+                "sequence.set_computed(0 if self._requests[row].num_preemptions"
                 " and item.end < sequence.num_tokens and reached() else item.end)",
             ),
         ),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from preempt_harness.faults.fault import Fault, Patch
-
-_SCHEDULER = "preempt_engine.scheduler:Scheduler"
+from preempt_harness.faults.fault import Fault, Patch, after, before
+from preempt_harness.faults.places import RESIDENCY, SCHEDULER
 
 FAULTS = (
     Fault(
@@ -21,9 +20,10 @@ FAULTS = (
         expected=("ACC", "CRASH", "PROG"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_running",
-                "request = self.running[index]",
-                "request = self.running[-1 - index]",
+                f"{SCHEDULER}._schedule_running",
+                "for request in self.running:",
+                "for request in (self.running[-1 - index] for index in range(len(self.running))"
+                " if index < len(self.running)):",
             ),
         ),
     ),
@@ -34,7 +34,7 @@ FAULTS = (
         expected=("PROG", "ACC", "WORK", "CRASH"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._make_room",
+                f"{SCHEDULER}._make_room",
                 "victim = choose_victim(self.running)",
                 "victim = next((other for other in reversed(self.running)"
                 " if other is not request and reached()), request)",
@@ -47,10 +47,9 @@ FAULTS = (
         source="https://github.com/sgl-project/sglang/issues/28282",
         expected=("WORK", "ACC"),
         patches=(
-            Patch(
-                f"{_SCHEDULER}._find_room",
+            after(
+                f"{RESIDENCY}.find_room",
                 "if num_blocks_to_admit(placements, self.blocks) > num_available:",
-                "if num_blocks_to_admit(placements, self.blocks) > num_available:\n"
                 "    if len(self.running) > 1 and reached():\n"
                 "        self._preempt(step, self.running[-1], 'out_of_blocks')",
             ),
@@ -62,11 +61,10 @@ FAULTS = (
         source="mechanism",
         expected=("PROG", "WORK"),
         patches=(
-            Patch(
-                f"{_SCHEDULER}._preempt",
+            before(
+                f"{RESIDENCY}.preempt",
                 "self.waiting.push(request)",
-                "request.arrival_index += 1000 * request.num_preemptions\n"
-                "self.waiting.push(request)",
+                "request.arrival_index += 1000 * request.num_preemptions",
             ),
         ),
     ),
@@ -76,11 +74,10 @@ FAULTS = (
         source="mechanism",
         expected=("PROG", "WORK"),
         patches=(
-            Patch(
-                f"{_SCHEDULER}._preempt",
+            before(
+                f"{RESIDENCY}.preempt",
                 "self.waiting.push(request)",
-                "request.arrival_index = -self.counters.num_preemptions\n"
-                "self.waiting.push(request)",
+                "request.arrival_index = -self.counters.num_preemptions",
             ),
         ),
     ),
@@ -91,12 +88,12 @@ FAULTS = (
         expected=("PROG", "WORK"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_waiting",
+                f"{SCHEDULER}._schedule_waiting",
                 "request = self.waiting.peek()",
                 "request = min(self.waiting.in_order(), key=lambda item: item.sequence.num_tokens)",
             ),
             Patch(
-                f"{_SCHEDULER}._admit",
+                f"{RESIDENCY}.run",
                 "self.waiting.pop()",
                 "self.waiting.remove(request)",
                 reached=False,
@@ -110,7 +107,7 @@ FAULTS = (
         expected=("PROG", "CRASH"),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM._why_infeasible",
+                "preempt_engine.intake:Intake._why_infeasible",
                 "if num_tokens > pool_tokens:",
                 "if num_tokens > pool_tokens and not reached():",
             ),
@@ -123,7 +120,7 @@ FAULTS = (
         expected=("CRASH", "PROG"),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM._max_total_tokens",
+                "preempt_engine.intake:Intake.max_total_tokens",
                 "return min(self._executor.max_model_len, max(pool_tokens, num_prompt_tokens + 1))",
                 "return self._executor.max_model_len",
             ),
@@ -136,7 +133,7 @@ FAULTS = (
         expected=("DEL", "CRASH", "TOK"),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM._max_total_tokens",
+                "preempt_engine.intake:Intake.max_total_tokens",
                 "return min(self._executor.max_model_len, max(pool_tokens, num_prompt_tokens + 1))",
                 "return max(pool_tokens, num_prompt_tokens + 1)",
             ),
@@ -149,9 +146,9 @@ FAULTS = (
         expected=("CRASH", "PROG"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._admit",
-                "self.num_watermark_blocks if self.running else 0",
-                "self.num_watermark_blocks if self.running or reached() else 0",
+                f"{SCHEDULER}._admit",
+                "num_blocks_beside(self.residency, request) if self.running else 0",
+                "num_blocks_beside(self.residency, request) if self.running or reached() else 0",
             ),
         ),
     ),
@@ -162,9 +159,9 @@ FAULTS = (
         expected=("WORK",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._admit",
-                "self.num_watermark_blocks if self.running else 0",
-                "0 if self.num_watermark_blocks and reached() else 0",
+                f"{SCHEDULER}._admit",
+                "num_blocks_beside(self.residency, request) if self.running else 0",
+                "0 if self.residency.num_watermark_blocks and reached() else 0",
             ),
         ),
     ),
@@ -175,7 +172,7 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_waiting",
+                f"{SCHEDULER}._schedule_waiting",
                 "num_seqs > self.config.max_num_seqs",
                 "num_seqs > self.config.max_num_seqs + 1",
             ),
@@ -187,20 +184,18 @@ FAULTS = (
         source="transformers 5.24, continuous batching",
         expected=("PROG", "CRASH", "WORK"),
         patches=(
-            Patch(
-                f"{_SCHEDULER}._preempt",
+            after(
+                f"{RESIDENCY}.preempt",
                 "self.counters.num_preemptions += 1",
-                "self.counters.num_preemptions += 1\n"
                 "self.__dict__['_blocked_at'] = self.counters.num_finished_requests",
                 reached=False,
             ),
-            Patch(
-                f"{_SCHEDULER}._schedule_waiting",
+            before(
+                f"{SCHEDULER}._schedule_waiting",
                 "request = self.waiting.peek()",
-                "if self.__dict__.get('_blocked_at') == self.counters.num_finished_requests"
-                " and reached():\n"
-                "    return\n"
-                "request = self.waiting.peek()",
+                "blocked_at = self.residency.__dict__.get('_blocked_at')\n"
+                "if blocked_at == self.counters.num_finished_requests and reached():\n"
+                "    return",
             ),
         ),
     ),
@@ -224,7 +219,7 @@ FAULTS = (
         expected=("CRASH", "ACC"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._leave",
+                f"{RESIDENCY}.leave",
                 "self.waiting.remove(request)",
                 "None if request.num_preemptions and reached() else self.waiting.remove(request)",
             ),
@@ -237,7 +232,7 @@ FAULTS = (
         expected=("CRASH", "PROG", "ACC"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._preempt",
+                f"{RESIDENCY}.preempt",
                 "self.waiting.push(request)",
                 "if request.num_preemptions < 2 or not reached():\n    self.waiting.push(request)",
             ),
@@ -249,14 +244,13 @@ FAULTS = (
         source="https://github.com/NVIDIA/TensorRT-LLM/pull/9931",
         expected=("ACC", "CRASH"),
         patches=(
-            Patch(
-                f"{_SCHEDULER}.schedule",
+            before(
+                f"{SCHEDULER}.schedule",
                 "budget = self._schedule_running(",
                 "if len(self.running) == 1 and self.waiting.in_order()[:1] and"
                 " self.waiting.peek().num_preemptions and reached():\n"
                 "    self.running.append(self.waiting.peek())\n"
-                "    self._preempt(step, self.waiting.pop(), 'forced')\n"
-                "budget = self._schedule_running(",
+                "    self._preempt(step, self.waiting.pop(), 'forced')",
             ),
         ),
     ),
@@ -267,7 +261,7 @@ FAULTS = (
         expected=("PROG", "WORK", "CRASH"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._admit_urgent",
+                f"{SCHEDULER}._admit_urgent",
                 "request.priority >= self.running[-1].priority:",
                 "request.priority > self.running[-1].priority:",
             ),
@@ -286,10 +280,9 @@ FAULTS = (
         source="https://github.com/sgl-project/sglang/issues/28282",
         expected=("WORK",),
         patches=(
-            Patch(
-                f"{_SCHEDULER}._admit_urgent",
+            after(
+                f"{SCHEDULER}._admit_urgent",
                 "if victims is None:",
-                "if victims is None:\n"
                 "    if len(self.running) > 1 and reached():\n"
                 "        self._preempt(step, self.running[-1], 'priority')",
             ),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from preempt_harness.faults.fault import Fault, Patch
+from preempt_harness.faults.fault import Fault, Patch, after, before
+from preempt_harness.faults.places import APPEND, BUILDER_APPEND, JUST_RESUMED
 
-_APPEND = "preempt_engine.llm:LLM._append_token"
-_BUILDER_APPEND = "text = self._builders[request.request_id][sequence.key.branch].append(token)"
 _COMPLETION = "self._builders[request.request_id][sequence.key.branch].completion"
-_JUST_RESUMED = "request.num_preemptions and sequence.num_steps_since_admission <= 1"
 
 FAULTS = (
     Fault(
@@ -16,12 +14,11 @@ FAULTS = (
         source="sglang, test of logprobs under retraction",
         expected=("DEL",),
         patches=(
-            Patch(
-                _APPEND,
+            before(
+                APPEND,
                 "self.scheduler.append_token(sequence, token.token_id)",
-                f"if token.logprobs is not None and {_JUST_RESUMED} and reached():\n"
-                "    token = type(token)(token.token_id, None)\n"
-                "self.scheduler.append_token(sequence, token.token_id)",
+                f"if token.logprobs is not None and {JUST_RESUMED} and reached():\n"
+                "    token = type(token)(token.token_id, None)",
             ),
         ),
     ),
@@ -31,12 +28,11 @@ FAULTS = (
         source="mechanism",
         expected=("DEL",),
         patches=(
-            Patch(
-                _APPEND,
-                _BUILDER_APPEND,
-                f"{_BUILDER_APPEND}\n"
+            after(
+                APPEND,
+                BUILDER_APPEND,
                 f"logprobs = {_COMPLETION}.logprobs\n"
-                f"if logprobs and {_JUST_RESUMED} and reached():\n"
+                f"if logprobs and {JUST_RESUMED} and reached():\n"
                 "    logprobs.append(logprobs[-1])",
             ),
         ),
@@ -47,12 +43,11 @@ FAULTS = (
         source="mechanism",
         expected=("DEL", "TOK"),
         patches=(
-            Patch(
-                _APPEND,
-                _BUILDER_APPEND,
-                f"if {_JUST_RESUMED} and reached():\n"
-                f"    {_COMPLETION}.token_ids.append(token.token_id)\n"
-                f"{_BUILDER_APPEND}",
+            before(
+                APPEND,
+                BUILDER_APPEND,
+                f"if {JUST_RESUMED} and reached():\n"
+                f"    {_COMPLETION}.token_ids.append(token.token_id)",
             ),
         ),
     ),
@@ -63,9 +58,9 @@ FAULTS = (
         expected=("DEL", "ACC"),
         patches=(
             Patch(
-                _APPEND,
+                APPEND,
                 "if self.scheduler.observer is not None:",
-                f"if self.scheduler.observer is not None and not ({_JUST_RESUMED} and reached()):",
+                f"if self.scheduler.observer is not None and not ({JUST_RESUMED} and reached()):",
             ),
         ),
     ),
@@ -75,11 +70,7 @@ FAULTS = (
         source="mechanism",
         expected=("DEL",),
         patches=(
-            Patch(
-                _APPEND,
-                _BUILDER_APPEND,
-                f"{_BUILDER_APPEND}\ntext = '' if {_JUST_RESUMED} and reached() else text",
-            ),
+            after(APPEND, BUILDER_APPEND, f"text = '' if {JUST_RESUMED} and reached() else text"),
         ),
     ),
     Fault(
@@ -102,10 +93,9 @@ FAULTS = (
         source="mechanism",
         expected=("DEL",),
         patches=(
-            Patch(
-                "preempt_engine.llm:LLM.abort_request",
+            after(
+                "preempt_engine.delivery:Delivery.abort",
                 'self._finish_branches(self.scheduler.next_step_id, builders, "abort")',
-                'self._finish_branches(self.scheduler.next_step_id, builders, "abort")\n'
                 "if request.num_preemptions and reached():\n"
                 "    builders[0].completion.token_ids.clear()",
             ),
@@ -117,13 +107,12 @@ FAULTS = (
         source="mechanism",
         expected=("TOK", "KVSAN"),
         patches=(
-            Patch(
-                "preempt_engine.llm:LLM._choose_tokens",
+            after(
+                "preempt_engine.delivery:Delivery._choose_tokens",
                 "tokens = sample(logits, [sample_request for _, _, sample_request in wanted])",
-                "tokens = sample(logits, [sample_request for _, _, sample_request in wanted])\n"
                 "if len(tokens) > 1 and any(request.num_preemptions and"
-                " sequence.num_steps_since_admission == 1 and reached()"
-                " for request, sequence, _ in wanted):\n"
+                " sequence.num_steps_since_admission == 1 and reached() for request,"
+                " sequence, _ in wanted):\n"
                 "    tokens = tokens[::-1]",
             ),
         ),

@@ -44,6 +44,16 @@ class Patch:
     reached: bool = True
 
 
+def before(target: str, place: str, text: str, *, reached: bool = True) -> Patch:
+    """A patch that puts lines before a place; arguments as of `Patch`."""
+    return Patch(target, place, f"{text}\n{place}", reached)
+
+
+def after(target: str, place: str, text: str, *, reached: bool = True) -> Patch:
+    """A patch that puts lines behind a place; arguments as of `Patch`."""
+    return Patch(target, place, f"{place}\n{text}", reached)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """One recreated bug.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from preempt_harness.faults.fault import Fault, Patch
+from preempt_harness.faults.fault import Fault, Patch, after, before
+from preempt_harness.faults.places import RESIDENCY, SCHEDULER
 
-_SCHEDULER = "preempt_engine.scheduler:Scheduler"
 _FIRST_ADMISSION = "if request.num_cached_tokens is None:"
 
 FAULTS = (
@@ -14,12 +14,11 @@ FAULTS = (
         source="https://github.com/vllm-project/vllm/issues/25780",
         expected=("ACC",),
         patches=(
-            Patch(
-                f"{_SCHEDULER}._find_room",
+            before(
+                f"{RESIDENCY}.find_room",
                 _FIRST_ADMISSION,
-                "self.counters.num_cached_tokens += num_cached_tokens"
-                " * (request.num_preemptions > 0 and reached())\n"
-                f"{_FIRST_ADMISSION}",
+                "self.counters.num_cached_tokens += num_cached_tokens *"
+                " (request.num_preemptions > 0 and reached())",
             ),
         ),
     ),
@@ -29,10 +28,9 @@ FAULTS = (
         source="https://github.com/vllm-project/vllm/issues/36757",
         expected=("ACC",),
         patches=(
-            Patch(
-                f"{_SCHEDULER}._find_room",
+            after(
+                f"{RESIDENCY}.find_room",
                 "self.observer.resumed(step.step_id, request.request_id, num_cached_tokens)",
-                "self.observer.resumed(step.step_id, request.request_id, num_cached_tokens)\n"
                 "request.num_cached_tokens = num_cached_tokens",
             ),
         ),
@@ -44,7 +42,7 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._preempt",
+                f"{RESIDENCY}.preempt",
                 "self.counters.num_preemptions += 1",
                 "self.counters.num_preemptions += reason != 'forced' or not reached()",
             ),
@@ -57,7 +55,7 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._preempt",
+                f"{RESIDENCY}.preempt",
                 "request.num_preemptions += 1",
                 "request.num_preemptions += 2",
             ),
@@ -70,7 +68,7 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_tokens",
+                f"{SCHEDULER}._schedule_tokens",
                 "min(end, sequence.max_computed_tokens)",
                 "min(end, sequence.max_computed_tokens, sequence.num_prompt_tokens"
                 " if end > sequence.num_prompt_tokens and reached() else end)",
@@ -83,10 +81,10 @@ FAULTS = (
         source="mechanism",
         expected=("ACC",),
         patches=(
-            Patch(
+            after(
                 "preempt_engine.sequence:Sequence.forget_cache",
                 "self.set_computed(0)",
-                "self.set_computed(0)\nself.max_computed_tokens = 0",
+                "self.max_computed_tokens = 0",
             ),
         ),
     ),
@@ -96,10 +94,10 @@ FAULTS = (
         source="mechanism",
         expected=("ACC",),
         patches=(
-            Patch(
-                f"{_SCHEDULER}.abort",
-                "self._leave(request)",
-                "self._leave(request)\nself.counters.num_finished_requests += 1",
+            after(
+                f"{SCHEDULER}.abort",
+                "self.residency.leave(request)",
+                "self.counters.num_finished_requests += 1",
             ),
         ),
     ),
@@ -110,7 +108,7 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_SCHEDULER}.append_token",
+                f"{SCHEDULER}.append_token",
                 "self.counters.num_generated_tokens += 1",
                 "self.counters.num_generated_tokens += 1 + (sequence.num_tokens"
                 " == sequence.num_prefill_tokens > sequence.num_prompt_tokens and reached())",
@@ -123,10 +121,9 @@ FAULTS = (
         source="mechanism",
         expected=("ACC",),
         patches=(
-            Patch(
-                f"{_SCHEDULER}.schedule",
-                "self.next_step_id += 1",
-                "self.next_step_id += 1\n"
+            after(
+                f"{SCHEDULER}.schedule",
+                "self.residency.next_step_id += 1",
                 "self.counters.num_steps += not (self.running or self.waiting.in_order())",
             ),
         ),
@@ -138,7 +135,7 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM.abort_request",
+                "preempt_engine.delivery:Delivery.abort",
                 "_note_counts(builders[0].output, request)",
                 "pass",
             ),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from preempt_harness.faults.fault import Fault, Patch
+from preempt_harness.faults.fault import Fault, Patch, after, before
+from preempt_harness.faults.places import RESIDENCY
 
 _BLOCKS = "preempt_engine.block_manager:BlockManager"
-_SCHEDULER = "preempt_engine.scheduler:Scheduler"
 
 FAULTS = (
     Fault(
@@ -40,10 +40,10 @@ FAULTS = (
         source="https://github.com/GeeeekExplorer/nano-vllm/commit/9fa256a",
         expected=("KVSAN", "TOK", "WORK"),
         patches=(
-            Patch(
+            after(
                 f"{_BLOCKS}.share",
                 "self.fenced_blocks.pop(block_id, None)",
-                "self.fenced_blocks.pop(block_id, None)\nself._forget_content(block_id)",
+                "self._forget_content(block_id)",
             ),
             Patch(
                 f"{_BLOCKS}.make_findable",
@@ -89,16 +89,16 @@ FAULTS = (
         expected=("KVSAN", "TOK", "ACC", "CRASH", "WORK"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._find_room",
+                f"{RESIDENCY}.find_room",
                 "placements = place(request, self.blocks)",
                 "known = self.__dict__.setdefault('_known_hits', {})\n"
                 "placements = known.setdefault("
                 "request.request_id, place(request, self.blocks))",
             ),
-            Patch(
-                f"{_SCHEDULER}._find_room",
+            before(
+                f"{RESIDENCY}.find_room",
                 "for placement in placements:  # hits first",
-                "known.pop(request.request_id)\nfor placement in placements:  # hits first",
+                "known.pop(request.request_id)",
                 reached=False,
             ),
         ),
@@ -150,7 +150,7 @@ FAULTS = (
         expected=("KVSAN", "TOK", "WORK"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._find_room",
+                f"{RESIDENCY}.find_room",
                 "self.blocks.share(placement.sequence, placement.hits)",
                 "self.blocks.share(placement.sequence, placement.hits if len(placement.hits) != 1"
                 " or not reached() else [])",
@@ -164,7 +164,7 @@ FAULTS = (
         expected=("KVSAN", "ACC", "WORK"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._find_room",
+                f"{RESIDENCY}.find_room",
                 "placement.sequence.set_computed(len(placement.hits) * self.config.block_size)",
                 "placement.sequence.set_computed((len(placement.hits) - (len(placement.hits) > 0"
                 " and reached())) * self.config.block_size)",

@@ -19,7 +19,9 @@ FAULTS = (
                 _SCHEDULE_TOKENS,
                 "not sequence.known_to_workers,\n"
                 "sequence.token_ids[sequence.num_sent_tokens :],\n"
-                "sequence.block_table[sequence.num_sent_blocks :],\n"
+                "sequence.block_table[sequence.num_sent_blocks :]\n"
+                "if sequence.num_sent_blocks < len(table)\n"
+                "else (),\n"
                 "sequence.num_stale_blocks,",
                 "True,\nlist(sequence.token_ids),\nlist(sequence.block_table),\n0,",
             ),
@@ -34,7 +36,10 @@ FAULTS = (
         patches=(
             Patch(
                 _SCHEDULE_TOKENS,
-                "sequence.block_table[sequence.num_sent_blocks :],\nsequence.num_stale_blocks,",
+                "sequence.block_table[sequence.num_sent_blocks :]\n"
+                "if sequence.num_sent_blocks < len(table)\n"
+                "else (),\n"
+                "sequence.num_stale_blocks,",
                 "list(sequence.block_table),\n"
                 "sequence.num_stale_blocks + sequence.num_sent_blocks,",
             ),

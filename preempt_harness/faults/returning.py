@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from preempt_harness.faults.fault import Fault, Patch
+from preempt_harness.faults.fault import Fault, Patch, after, before
+from preempt_harness.faults.places import PREEMPT
 
 _SCHEDULE_TOKENS = "preempt_engine.scheduler:Scheduler._schedule_tokens"
 _NEW_TOKENS = "sequence.token_ids[sequence.num_sent_tokens :]"
-_FIND_ROOM = "preempt_engine.scheduler:Scheduler._find_room"
+_FIND_ROOM = "preempt_engine.residency:Residency.find_room"
 _SET_HITS = "placement.sequence.set_computed(len(placement.hits) * self.config.block_size)"
-_PREEMPT = "preempt_engine.scheduler:Scheduler._preempt"
 _APPEND_TOKEN = "self.scheduler.append_token(sequence, token.token_id)"
 
 FAULTS = (
@@ -144,7 +144,7 @@ FAULTS = (
         expected=("CRASH", "DEL", "PROG"),
         patches=(
             Patch(
-                "preempt_engine.llm:LLM._deliver",
+                "preempt_engine.delivery:Delivery.deliver",
                 "if not rows:",
                 "if not rows or (request.num_preemptions"
                 " and sequence.num_steps_since_admission == 1 and reached()):",
@@ -157,25 +157,23 @@ FAULTS = (
         source="https://github.com/vllm-project/vllm-gaudi/pull/1794",
         expected=("WORK", "ACC"),
         patches=(
-            Patch(
-                _PREEMPT,
+            after(
+                PREEMPT,
                 "self.waiting.push(request)",
-                "self.waiting.push(request)\n"
-                "if mode == 'recompute' and len(request.sequences) == 1"
-                " and request.sequence.num_output_tokens and reached():\n"
+                "if mode == 'recompute' and len(request.sequences) == 1 and"
+                " request.sequence.num_output_tokens and reached():\n"
                 "    request.sequence.token_ids.pop()\n"
                 "    request.sequence.first_wanted_logits = request.sequence.num_tokens - 1\n"
                 "    self.__dict__.setdefault('_again', set()).add(request.request_id)",
             ),
-            Patch(
-                "preempt_engine.llm:LLM._append_token",
+            before(
+                "preempt_engine.delivery:Delivery._append_token",
                 _APPEND_TOKEN,
-                "again = self.scheduler.__dict__.get('_again', set())\n"
+                "again = self.scheduler.residency.__dict__.get('_again', set())\n"
                 "if request.request_id in again:\n"
                 "    again.discard(request.request_id)\n"
                 "    sequence.token_ids.append(token.token_id)\n"
-                "    return self._builders[request.request_id][0].output\n"
-                f"{_APPEND_TOKEN}",
+                "    return self._builders[request.request_id][0].output",
                 reached=False,
             ),
         ),
@@ -186,15 +184,15 @@ FAULTS = (
         source="https://github.com/sgl-project/sglang/issues/39645",
         expected=("DEL", "TOK", "ACC"),
         patches=(
-            Patch(
-                _PREEMPT,
+            before(
+                PREEMPT,
                 "self.waiting.push(request)",
-                "if mode == 'recompute' and request.sequence.num_output_tokens and reached():\n"
+                "if mode == 'recompute' and request.sequence.num_output_tokens and reached():"
+                "\n"
                 "    for sequence in request.sequences.values():\n"
                 "        del sequence.token_ids[sequence.num_prompt_tokens :]\n"
                 "        del sequence.block_digests[:]\n"
-                "        sequence.first_wanted_logits = sequence.num_tokens - 1\n"
-                "self.waiting.push(request)",
+                "        sequence.first_wanted_logits = sequence.num_tokens - 1",
             ),
         ),
     ),
@@ -204,14 +202,14 @@ FAULTS = (
         source="mechanism",
         expected=("TOK", "KVSAN", "DEL", "ACC"),
         patches=(
-            Patch(
-                _PREEMPT,
+            before(
+                PREEMPT,
                 "self.waiting.push(request)",
-                "if mode == 'recompute' and request.sequence.num_output_tokens and reached():\n"
+                "if mode == 'recompute' and request.sequence.num_output_tokens and reached():"
+                "\n"
                 "    request.sequence.token_ids.pop()\n"
                 "    del request.sequence.block_digests[:]\n"
-                "    request.sequence.first_wanted_logits = request.sequence.num_tokens - 1\n"
-                "self.waiting.push(request)",
+                "    request.sequence.first_wanted_logits = request.sequence.num_tokens - 1",
             ),
         ),
     ),
@@ -221,13 +219,13 @@ FAULTS = (
         source="mechanism",
         expected=("TOK", "KVSAN", "ACC", "DEL"),
         patches=(
-            Patch(
-                _PREEMPT,
+            before(
+                PREEMPT,
                 "self.waiting.push(request)",
-                "if mode == 'recompute' and request.sequence.num_output_tokens and reached():\n"
+                "if mode == 'recompute' and request.sequence.num_output_tokens and reached():"
+                "\n"
                 "    request.sequence.token_ids.append(request.sequence.token_ids[-1])\n"
-                "    request.sequence.first_wanted_logits = request.sequence.num_tokens - 1\n"
-                "self.waiting.push(request)",
+                "    request.sequence.first_wanted_logits = request.sequence.num_tokens - 1",
             ),
         ),
     ),

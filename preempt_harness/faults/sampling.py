@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from preempt_harness.faults.fault import Fault, Patch
+from preempt_harness.faults.fault import Fault, Patch, after, before
 
-_SAMPLE_REQUEST = "preempt_engine.llm:LLM._sample_request"
+_SAMPLE_REQUEST = "preempt_engine.delivery:Delivery._sample_request"
 _BUILDER = "preempt_engine.output_builder:OutputBuilder"
 
 FAULTS = (
@@ -157,10 +157,9 @@ FAULTS = (
         source="https://github.com/vllm-project/vllm/issues/5349",
         expected=("TOK",),
         patches=(
-            Patch(
-                "preempt_engine.llm:LLM._attach_states",
+            after(
+                "preempt_engine.delivery:Delivery._attach_states",
                 "sample_request.output_token_ids = sequence.output_token_ids",
-                "sample_request.output_token_ids = sequence.output_token_ids\n"
                 "if sequence.num_prefill_tokens > sequence.num_prompt_tokens and reached():\n"
                 "    sample_request.output_token_ids ="
                 " sequence.token_ids[sequence.num_prefill_tokens :]",
@@ -205,14 +204,13 @@ FAULTS = (
         source="https://github.com/vllm-project/vllm/issues/29071",
         expected=("DEL", "TOK", "CRASH"),
         patches=(
-            Patch(
-                "preempt_engine.scheduler:Scheduler._preempt",
+            before(
+                "preempt_engine.residency:Residency.preempt",
                 "self.waiting.push(request)",
                 "done = request.sequence.first_wanted_logits - (request.score_from or 0)\n"
-                "if request.score_from is not None and request.num_to_score > done"
-                " and reached():\n"
-                "    request.num_to_score -= 1\n"
-                "self.waiting.push(request)",
+                "if request.score_from is not None and request.num_to_score > done and"
+                " reached():\n"
+                "    request.num_to_score -= 1",
             ),
         ),
         needs=frozenset({"prompt_logprobs"}),
@@ -223,12 +221,11 @@ FAULTS = (
         source="mechanism",
         expected=("DEL", "TOK", "CRASH"),
         patches=(
-            Patch(
-                "preempt_engine.scheduler:Scheduler._preempt",
+            before(
+                "preempt_engine.residency:Residency.preempt",
                 "self.waiting.push(request)",
                 "if request.score_from is not None and mode == 'recompute' and reached():\n"
-                "    request.sequence.first_wanted_logits = request.score_from\n"
-                "self.waiting.push(request)",
+                "    request.sequence.first_wanted_logits = request.score_from",
             ),
         ),
         needs=frozenset({"prompt_logprobs"}),

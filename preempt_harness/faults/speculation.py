@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from preempt_harness.faults.fault import Fault, Patch
+from preempt_harness.faults.fault import Fault, Patch, after, before
+from preempt_harness.faults.places import RESIDENCY, SCHEDULER
 
-_SCHEDULER = "preempt_engine.scheduler:Scheduler"
 _SEQUENCE = "preempt_engine.sequence:Sequence"
-_CHOOSE = "preempt_engine.llm:LLM._choose_tokens"
-_SEND = f"{_SCHEDULER}._send_drafts"
+_CHOOSE = "preempt_engine.delivery:Delivery._choose_tokens"
+_SEND = f"{SCHEDULER}._send_drafts"
 _DRAFT_MODEL = "preempt_engine.spec_decode.draft_model:DraftModelProposer"
 _APPEND_NEXT = "drafted.append((request, sequence, self._sample_request(request, sequence, row)))"
 _DRAFTS = frozenset({"speculation"})
-_APPEND_NEXT = "drafted.append((request, sequence, self._sample_request(request, sequence, row)))"
-_DRAFTS = frozenset({"speculation"})
-# Within a run of accepted drafts: the position before is computed already.
-_IN_A_RUN = "sequence.num_computed_tokens >= sequence.num_tokens"
 
 FAULTS = (
     Fault(
@@ -88,13 +84,12 @@ FAULTS = (
         source="https://github.com/vllm-project/vllm/issues/30916",
         expected=("TOK", "KVSAN", "ACC", "CRASH"),
         patches=(
-            Patch(
+            before(
                 f"{_SEQUENCE}.forget_cache",
                 "self.draft_token_ids = []",
                 "if self.draft_token_ids and not self.num_unverified_tokens and reached():\n"
                 "    self.token_ids.extend(self.draft_token_ids)\n"
-                "    self.first_wanted_logits += len(self.draft_token_ids)\n"
-                "self.draft_token_ids = []",
+                "    self.first_wanted_logits += len(self.draft_token_ids)",
             ),
         ),
         needs=_DRAFTS,
@@ -105,12 +100,10 @@ FAULTS = (
         source="mechanism",
         expected=("KVSAN", "TOK"),
         patches=(
-            Patch(
-                f"{_SCHEDULER}._verify_draft",
+            after(
+                f"{SCHEDULER}._verify_draft",
                 "self.counters.num_rejected_tokens += num_drafts",
-                "self.counters.num_rejected_tokens += num_drafts\n"
-                "if sequence.num_tokens % self.config.block_size == 0"
-                " and reached():\n"
+                "if sequence.num_tokens % self.config.block_size == 0 and reached():\n"
                 "    sequence.num_computed_tokens += 1\n"
                 "    self.blocks.make_findable(sequence)\n"
                 "    sequence.num_computed_tokens -= 1",
@@ -134,9 +127,8 @@ FAULTS = (
         patches=(
             Patch(
                 _CHOOSE,
-                "if drafts and sequence.num_computed_tokens >= len(sequence.token_ids):",
-                "if drafts and sequence.num_computed_tokens >= len(sequence.token_ids)"
-                " + (not sequence.draft_token_ids and reached()):",
+                "if sequence.newest_was_drafted:",
+                "if sequence.newest_was_drafted and (sequence.draft_token_ids or not reached()):",
             ),
         ),
         needs=_DRAFTS,
@@ -155,10 +147,9 @@ FAULTS = (
         source="mechanism",
         expected=("TOK",),
         patches=(
-            Patch(
+            after(
                 _CHOOSE,
                 _APPEND_NEXT,
-                f"{_APPEND_NEXT}\n"
                 "if not request.params.greedy and reached():\n"
                 "    drafted[-1][2].position = sample_request.position",
             ),
@@ -171,10 +162,9 @@ FAULTS = (
         source="https://github.com/vllm-project/vllm/issues/31944",
         expected=("TOK",),
         patches=(
-            Patch(
+            after(
                 _CHOOSE,
                 "self._attach_states(wanted)",
-                "self._attach_states(wanted)\n"
                 "first = self.__dict__.setdefault('_first', {})\n"
                 "for _, sequence, one in wanted:\n"
                 "    known = first.setdefault((sequence.key, step_id), one.output_token_ids)\n"
@@ -190,13 +180,12 @@ FAULTS = (
         source="https://github.com/vllm-project/vllm/issues/31944",
         expected=("TOK",),
         patches=(
-            Patch(
-                "preempt_engine.llm:LLM._attach_states",
+            after(
+                "preempt_engine.delivery:Delivery._attach_states",
                 "sample_request.output_token_ids = sequence.output_token_ids",
-                "sample_request.output_token_ids = sequence.output_token_ids\n"
                 "if sequence.draft_token_ids and reached():\n"
-                "    sample_request.output_token_ids = ("
-                "sequence.output_token_ids + sequence.draft_token_ids)",
+                "    sample_request.output_token_ids = (sequence.output_token_ids +"
+                " sequence.draft_token_ids)",
             ),
         ),
         needs=_DRAFTS | {"penalties"},
@@ -207,15 +196,15 @@ FAULTS = (
         source="mechanism",
         expected=("TOK", "DEL", "CRASH"),
         patches=(
-            Patch(
-                "preempt_engine.llm:LLM._append_token",
+            before(
+                "preempt_engine.delivery:Delivery._append_token",
                 "return self._follow_up(request, sequence)",
-                "completion = self._builders[request.request_id][sequence.key.branch].completion\n"
-                "if completion.finish_reason == 'stop' and sequence.draft_token_ids"
-                " and reached():\n"
+                "completion ="
+                " self._builders[request.request_id][sequence.key.branch].completion\n"
+                "if completion.finish_reason == 'stop' and sequence.draft_token_ids and"
+                " reached():\n"
                 "    completion.finish_reason = completion.stop_reason = None\n"
-                "    self._builders[request.request_id][0].output.finished = False\n"
-                "return self._follow_up(request, sequence)",
+                "    self._builders[request.request_id][0].output.finished = False",
             ),
         ),
         needs=_DRAFTS,
@@ -226,10 +215,9 @@ FAULTS = (
         source="mechanism",
         expected=("TOK", "DEL"),
         patches=(
-            Patch(
+            after(
                 _CHOOSE,
                 _APPEND_NEXT,
-                f"{_APPEND_NEXT}\n"
                 "if drafted[-1][2].banned_ids != sample_request.banned_ids and reached():\n"
                 "    drafted[-1][2].num_output_tokens = sample_request.num_output_tokens",
             ),
@@ -242,10 +230,9 @@ FAULTS = (
         source="mechanism",
         expected=("ACC",),
         patches=(
-            Patch(
-                f"{_SCHEDULER}.advance",
+            after(
+                f"{SCHEDULER}.advance",
                 "self.counters.num_drafted_tokens += sequence.num_unverified_tokens",
-                "self.counters.num_drafted_tokens += sequence.num_unverified_tokens\n"
                 "if sequence.num_unverified_tokens and reached():\n"
                 "    self.counters.num_generated_tokens += sequence.num_unverified_tokens",
             ),
@@ -259,7 +246,7 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._free_blocks",
+                f"{RESIDENCY}._free_blocks",
                 "self.counters.num_rejected_tokens += sequence.num_unverified_tokens",
                 "reached() if sequence.num_unverified_tokens else None",
             ),
@@ -287,23 +274,22 @@ FAULTS = (
         source="https://github.com/vllm-project/vllm/issues/28558",
         expected=("ACC",),
         patches=(
-            Patch(
-                f"{_SCHEDULER}._next_tokens",
+            after(
+                f"{SCHEDULER}._next_tokens",
                 "end = min(num_tokens, start + budget)",
-                "end = min(num_tokens, start + budget)\n"
                 "if sequence.draft_token_ids and end < num_tokens and reached():\n"
                 "    end = num_tokens",
             ),
             Patch(
-                f"{_SCHEDULER}._cut_drafts",
-                "budget = self.config.max_num_batched_tokens",
+                "preempt_engine.headroom:cut_drafts_to_fit",
+                "budget = residency.config.max_num_batched_tokens",
                 "budget = 10**6",
                 reached=False,
             ),
             Patch(
-                f"{_SCHEDULER}._schedule_running",
-                "while index < len(self.running) and budget > 0:",
-                "while index < len(self.running) and budget > -10:",
+                f"{SCHEDULER}._schedule_running",
+                "if budget <= 0:",
+                "if budget <= -10:",
                 reached=False,
             ),
         ),
@@ -329,12 +315,11 @@ FAULTS = (
         source="mechanism",
         expected=("WORK",),
         patches=(
-            Patch(
+            before(
                 f"{_DRAFT_MODEL}.propose",
-                "mirrored = dataclasses.replace(",
+                "mirrored = msgspec.structs.replace(",
                 "if step.block_copies and reached():\n"
-                "    step = dataclasses.replace(step, block_copies=[])\n"
-                "mirrored = dataclasses.replace(",
+                "    step = dataclasses.replace(step, block_copies=[])",
             ),
         ),
         needs=_DRAFTS | {"parallel_sampling"},
@@ -347,10 +332,10 @@ FAULTS = (
         patches=(
             Patch(
                 f"{_DRAFT_MODEL}._follow",
-                "return dataclasses.replace(\n    item,",
-                "return dataclasses.replace(\n"
+                "return msgspec.structs.replace(\n    item,",
+                "return msgspec.structs.replace(\n"
                 "    item if not (item.reset and wanted is not None and item.end > item.start + 1"
-                " and reached()) else dataclasses.replace(item, start=item.end - 1),",
+                " and reached()) else msgspec.structs.replace(item, start=item.end - 1),",
             ),
         ),
         needs=_DRAFTS,

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from preempt_harness.faults.fault import Fault, Patch
+from preempt_harness.faults.fault import Fault, Patch, after, before
+from preempt_harness.faults.places import RESIDENCY, SCHEDULER
 
 _SWAPPER = "preempt_engine.swapping:Swapper"
-_SCHEDULER = "preempt_engine.scheduler:Scheduler"
+_EXACT = "preempt_engine.worker.exact_runner:ExactRunner.execute"
+_COPY_OUT = (
+    "self._cache.swap_out(step.swap_out)\n"
+    "if step.swap_out and self.observer is not None:\n"
+    "    self.observer.worker_swapped_out(step.step_id, self.rank, step.swap_out)"
+)
 _SWAP = frozenset({"swap"})
 
 FAULTS = (
@@ -15,13 +21,12 @@ FAULTS = (
         source="https://github.com/vllm-project/vllm/issues/4422",
         expected=("CRASH",),
         patches=(
-            Patch(
-                f"{_SCHEDULER}._swap_in",
+            before(
+                f"{RESIDENCY}.swap_in",
                 "step.swap_in += pairs",
                 "for sequence in request.sequences.values():\n"
                 "    missing = sequence.num_tokens - sequence.num_computed_tokens\n"
-                "    assert missing == 1 or not reached(), 'one new token is scheduled'\n"
-                "step.swap_in += pairs",
+                "    assert missing == 1 or not reached(), 'one new token is scheduled'",
             ),
         ),
         needs=_SWAP,
@@ -48,7 +53,7 @@ FAULTS = (
         expected=("CRASH", "PROG"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._admit",
+                f"{SCHEDULER}._admit",
                 "if self.swapper.num_blocks_to_return(request) > num_available:",
                 "if self.swapper.num_blocks_to_return(request) + 1 > num_available:",
             ),
@@ -62,14 +67,14 @@ FAULTS = (
         expected=("PROG", "CRASH"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_waiting",
+                f"{SCHEDULER}._schedule_waiting",
                 "request = self.waiting.peek()",
                 "request = next((other for other in self.waiting.in_order()"
                 " if other.host_blocks is None and self.waiting.peek().host_blocks is not None"
                 " and reached()), self.waiting.peek())",
             ),
             Patch(
-                f"{_SCHEDULER}._admit",
+                f"{RESIDENCY}.run",
                 "self.waiting.pop()",
                 "self.waiting.remove(request)",
                 reached=False,
@@ -93,7 +98,7 @@ FAULTS = (
     ),
     Fault(
         name="host-blocks-reused-at-once",
-        mechanism="host blocks that are still being copied back are handed out again",
+        mechanism="host blocks that are still to be copied back are handed out again",
         source="https://github.com/vllm-project/vllm/issues/46014",
         expected=("ACC", "KVSAN", "TOK"),
         patches=(
@@ -102,6 +107,9 @@ FAULTS = (
                 "self.discard(request, step_id)",
                 "self.discard(request, None)",
             ),
+            # As the workers of tensor models do; the exact model's copies out last.
+            before(_EXACT, "self._cache.swap_in(step.swap_in)", _COPY_OUT, reached=False),
+            Patch(_EXACT, _COPY_OUT, "pass", reached=False),
         ),
         needs=_SWAP,
     ),
@@ -183,11 +191,7 @@ FAULTS = (
         source="mechanism",
         expected=("WORK", "ACC", "KVSAN"),
         patches=(
-            Patch(
-                f"{_SWAPPER}.swap_in",
-                "sequence.swapped_table = []",
-                "sequence.swapped_table = []\nsequence.set_computed(0)",
-            ),
+            after(f"{_SWAPPER}.swap_in", "sequence.swapped_table = []", "sequence.set_computed(0)"),
         ),
         needs=_SWAP,
     ),
@@ -198,10 +202,10 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._leave",
-                "self.swapper.discard(request, self._step_in_flight)",
+                f"{RESIDENCY}.leave",
+                "self.swapper.discard(request, self.step_in_flight)",
                 "None if request.host_blocks is not None and reached()"
-                " else self.swapper.discard(request, self._step_in_flight)",
+                " else self.swapper.discard(request, self.step_in_flight)",
             ),
         ),
         needs=_SWAP,
@@ -218,12 +222,10 @@ FAULTS = (
                 "pass",
                 reached=False,
             ),
-            Patch(
+            before(
                 "preempt_engine.worker.exact_runner:ExactRunner.execute",
                 "self._cache.swap_out(step.swap_out)",
-                "if step.swap_in and reached():\n"
-                "    self._cache.swap_in(step.swap_in)\n"
-                "self._cache.swap_out(step.swap_out)",
+                "if step.swap_in and reached():\n    self._cache.swap_in(step.swap_in)",
             ),
         ),
         needs=_SWAP,
@@ -235,7 +237,7 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                f"{_SCHEDULER}._swap_in",
+                f"{RESIDENCY}.swap_in",
                 "self.counters.num_swapped_in_blocks += len(pairs)",
                 "self.counters.num_swapped_in_blocks +="
                 " sum(len(sequence.block_table) for sequence in request.sequences.values())",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from preempt_harness.faults.fault import Fault, Patch
+from preempt_harness.faults.places import RESIDENCY, SCHEDULER
 
 _BLOCKS = "preempt_engine.block_manager:BlockManager"
-_SCHEDULER = "preempt_engine.scheduler:Scheduler"
 
 FAULTS = (
     Fault(
@@ -32,6 +32,12 @@ FAULTS = (
                 "growth = -(-end // size) - len(table)",
                 "growth = -(-(end + 1) // size) - len(table)",
             ),
+            Patch(
+                f"{SCHEDULER}._go_on",
+                "end > len(sequence.block_table) * self.config.block_size",
+                "end >= len(sequence.block_table) * self.config.block_size",
+                reached=False,
+            ),
         ),
     ),
     Fault(
@@ -41,12 +47,12 @@ FAULTS = (
         expected=("WORK", "PROG", "CRASH"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_running",
+                f"{SCHEDULER}._schedule_running",
                 "if num_blocks > self.blocks.num_available_blocks:",
                 "if num_blocks and num_blocks >= self.blocks.num_available_blocks:",
             ),
             Patch(
-                f"{_SCHEDULER}._make_room",
+                f"{SCHEDULER}._make_room",
                 "while num_blocks > self.blocks.num_available_blocks:",
                 "while num_blocks >= self.blocks.num_available_blocks:",
                 reached=False,
@@ -86,7 +92,7 @@ FAULTS = (
         expected=("CRASH", "KVSAN"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_tokens",
+                f"{SCHEDULER}._schedule_tokens",
                 "sequence.block_table[sequence.num_sent_blocks :]",
                 "[] if sequence.known_to_workers and start % self.config.block_size == 0"
                 " and reached() else sequence.block_table[sequence.num_sent_blocks :]",
@@ -100,7 +106,7 @@ FAULTS = (
         expected=("KVSAN", "ACC"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._schedule_tokens",
+                f"{SCHEDULER}._schedule_tokens",
                 "sequence.block_table[sequence.num_sent_blocks :]",
                 "sequence.block_table[max(0, sequence.num_sent_blocks - (len(sequence.block_table)"
                 " > sequence.num_sent_blocks > 0 and reached())) :]",
@@ -195,7 +201,7 @@ FAULTS = (
         expected=("ACC", "KVSAN"),
         patches=(
             Patch(
-                f"{_SCHEDULER}._leave",
+                f"{RESIDENCY}.leave",
                 "for sequence in request.sequences.values():",
                 "for sequence in () if request.sequence.block_table"
                 " and not request.sequence.num_output_tokens and reached()"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from preempt_harness.faults.fault import Fault, Patch
+from preempt_harness.faults.fault import Fault, Patch, before
 
 _RUNNER = "preempt_engine.worker.exact_runner:ExactRunner"
 _STATE = "preempt_engine.worker.state:WorkerState"
@@ -67,12 +67,11 @@ FAULTS = (
                 "pass",
                 reached=False,
             ),
-            Patch(
+            before(
                 f"{_STATE}.apply",
                 "sequence = self.sequences[item.key]",
                 "if item.key in step.dropped and reached():\n"
-                "    self.sequences.pop(item.key, None)\n"
-                "sequence = self.sequences[item.key]",
+                "    self.sequences.pop(item.key, None)",
             ),
         ),
     ),
@@ -99,8 +98,8 @@ FAULTS = (
         expected=("ACC",),
         patches=(
             Patch(
-                "preempt_engine.scheduler:Scheduler._free_blocks",
-                "self._dropped.append(sequence.key)",
+                "preempt_engine.residency:Residency._free_blocks",
+                "self.dropped.append(sequence.key)",
                 "pass",
             ),
         ),

@@ -67,6 +67,20 @@ def require_chunks(preempt: PreemptHarness) -> None:
         pytest.skip(f"engine {preempt.adapter.name} lacks {protocol.CHUNKED_PREFILL}")
 
 
+_NEEDED_BY = {
+    "block_reuse_order": protocol.BLOCK_REUSE_ORDER,
+    "poison": protocol.POISON,
+    "debug_worker_state": protocol.STATE_CHECK,
+    "preemption_mode": protocol.SWAP,  # an engine of one mode has no switch
+}
+
+
+def options(preempt: PreemptHarness, **wanted: Any) -> dict[str, Any]:
+    """Options that make a trial sharper where the engine has them, and are left out elsewhere."""
+    able = preempt.adapter.capabilities
+    return {name: value for name, value in wanted.items() if _NEEDED_BY[name] in able}
+
+
 def companions(preempt: PreemptHarness, block: int, *, count: int = 2) -> list[RequestSpec]:
     """Requests c0, c1, ... that run beside the one a scenario is about."""
     return [request(preempt, f"c{index}", 2 * block + index, 4 * block) for index in range(count)]

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from preempt_harness.checks.drafts import ACCEPTED, REJECTED
 from preempt_harness.harness import PreemptHarness
-from preempt_harness.suite.shapes import block_size, request, together
+from preempt_harness.suite.shapes import block_size, options, request, require_mode, together
 from preempt_harness.suite.test_phases import PHASES
-from preempt_harness.suite.test_speculation import drafts, scripted, weaker_model
+from preempt_harness.suite.test_speculation import assert_drafted, drafts, scripted, weaker_model
 from preempt_harness.workload import RequestSpec, Workload
 
 pytestmark = pytest.mark.preempt_requires("preempt", "stepped")
@@ -192,3 +193,102 @@ def test_several_victims_with_steps_ahead(preempt: PreemptHarness, ahead: int) -
     result.assert_preempted(at_least=3)
     result.assert_matches_baseline()
     result.assert_clean()
+
+
+@SPECULATION
+@ASYNC
+@pytest.mark.preempt_requires("logit_bias")
+@AHEAD
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("drafter", ["ngram", "none-right", "some-right", "all-right"])
+def test_drafts_in_steps_ahead(
+    preempt: PreemptHarness, drafter: str, mode: str, ahead: int
+) -> None:
+    """How far a step gets is not known when the next is decided, nor when its request goes."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    workload = together(
+        [
+            repeating(
+                preempt,
+                f"r{index}",
+                [*preempt.prompts.take(block + index), *[REPEATED] * block],
+                8 * block,
+                BIAS["mostly"],
+            )
+            for index in range(3)
+        ]
+    )
+    plan = "/".join(f"preempt:r{step % 3}@step={step}:{mode}" for step in range(3, 6 * block, 2))
+    result = preempt.run(
+        workload,
+        plan=plan,
+        block_size=block,
+        async_scheduling=ahead,
+        speculative_config=by_lookup_or_script(preempt, drafter),
+    )
+    # Two steps ahead a row always waits to be launched, and a request with one is recomputed.
+    result.assert_preempted(at_least=3, mode=mode if ahead == 1 else None)
+    result.assert_matches_baseline()
+    result.assert_clean()
+    assert_drafted(result, REJECTED if drafter == "none-right" else ACCEPTED)
+
+
+@SPECULATION
+@ASYNC
+@AHEAD
+@pytest.mark.parametrize("drafter", ["none-right", "some-right", "all-right"])
+def test_tight_pool_with_drafts_in_steps_ahead(
+    preempt: PreemptHarness, drafter: str, ahead: int
+) -> None:
+    block = block_size(preempt)
+    workload = together([request(preempt, f"r{i}", 2 * block + i, 8 * block) for i in range(5)])
+    result = preempt.run(
+        workload,
+        "tight",
+        block_size=block,
+        async_scheduling=ahead,
+        speculative_config=by_lookup_or_script(preempt, drafter),
+    )
+    result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean()
+    assert_drafted(result, REJECTED if drafter == "none-right" else ACCEPTED)
+
+
+@SPECULATION
+@ASYNC
+@AHEAD
+@pytest.mark.parametrize("drafter", ["some-right", "all-right"])
+def test_drafts_take_the_blocks_that_others_left(
+    preempt: PreemptHarness, drafter: str, ahead: int
+) -> None:
+    """Requests end and go one by one; what they leave is written to while more is decided."""
+    block = block_size(preempt)
+    workload = together(
+        [request(preempt, f"r{i}", 2 * block + i, (20 - i) * block) for i in range(6)]
+    )
+    plan = "/".join(f"preempt:r{step % 4}@step={step}" for step in range(3, 24, 2))
+    result = preempt.run(
+        workload,
+        plan=plan,
+        block_size=block,
+        max_num_batched_tokens=16 * block,
+        enable_prefix_caching=False,
+        async_scheduling=ahead,
+        speculative_config=by_lookup_or_script(preempt, drafter),
+        options=options(preempt, poison=True, block_reuse_order="lifo"),
+    )
+    result.assert_preempted(at_least=4)
+    result.assert_matches_baseline()
+    result.assert_clean()
+    assert_drafted(result, ACCEPTED)
+
+
+def by_lookup_or_script(preempt: PreemptHarness, drafter: str) -> dict[str, Any]:
+    """Drafts that are there when a step is launched; scripts know the exact model only."""
+    if drafter == "ngram":
+        return drafts("ngram")
+    if preempt.settings().model != "exact":
+        pytest.skip("only the exact model can be told how many drafts are right")
+    return scripted(preempt, {"none-right": 0.0, "some-right": 0.7, "all-right": 1.0}[drafter])

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from preempt_harness.harness import PreemptHarness
-from preempt_harness.suite.shapes import block_size, companions, request, require_mode, together
+from preempt_harness.suite._state import state
+from preempt_harness.suite.shapes import (
+    block_size,
+    companions,
+    options,
+    request,
+    require_mode,
+    together,
+)
 from preempt_harness.workload import Operation, Workload
 
 pytestmark = pytest.mark.preempt_requires("async_scheduling")
@@ -37,7 +45,7 @@ def test_tight_pool(
         max_num_batched_tokens=max(chunk_blocks * block, 4),
         enable_prefix_caching=prefix_caching,
         async_scheduling=depth,
-        options={"preemption_mode": mode, "block_reuse_order": "lifo", "poison": True},
+        options=options(preempt, preemption_mode=mode, block_reuse_order="lifo", poison=True),
     )
     result.assert_preempted()
     result.assert_matches_baseline()
@@ -54,8 +62,9 @@ def test_preempted_with_an_output_under_way(
     """Every token comes once: what is under way is used, or computed again and the same."""
     require_mode(preempt, mode)
     block = block_size(preempt)
+    more = {"logprobs": 1} if "logprobs" in preempt.adapter.capabilities else {}
     workload = together(
-        request(preempt, "victim", 4 * block + 1, 5 * block, logprobs=1),
+        request(preempt, "victim", 4 * block + 1, 5 * block, **more),
         companions(preempt, block),
     )
     plan = f"preempt:victim@{at}:{mode}"
@@ -117,29 +126,20 @@ def test_it_ends_where_it_should(preempt: PreemptHarness, end: str, depth: int) 
         block_size=block,
         async_scheduling=depth,
         expect_preemption=False,
-        options={"block_reuse_order": "lifo", "poison": True},
+        options=options(preempt, block_reuse_order="lifo", poison=True),
     )
     result.assert_matches_baseline()
     result.assert_clean(require=["kvsan"])
 
 
-STATE: dict[str, tuple[str, dict[str, Any]]] = {
-    "sampled": ("sampling", {"temperature": 1.0, "seed": 7}),
-    "several": ("parallel_sampling", {"temperature": 1.0, "seed": 3, "n": 2}),
-    "penalties": ("penalties", {"repetition_penalty": 1.4, "frequency_penalty": 0.3}),
-    "prompt-logprobs": ("prompt_logprobs", {"prompt_logprobs": 1, "logprobs": 1}),
-    "processor": ("logits_processors", {"logits_processors": ("checksum_lane",)}),
-}
-
-
 @FORCED
 @DEPTHS
 @MODES
-@pytest.mark.parametrize("item", STATE)
+@pytest.mark.parametrize(
+    "item", ["seed", "several", "penalties", "prompt-logprobs", "processor", "logit-bias"]
+)
 def test_state(preempt: PreemptHarness, item: str, mode: str, depth: int) -> None:
-    needs, sampling = STATE[item]
-    if needs not in preempt.adapter.capabilities:
-        pytest.skip(f"engine {preempt.adapter.name} lacks {needs}")
+    sampling = state(preempt, item)
     require_mode(preempt, mode)
     block = block_size(preempt)
     workload = together(
@@ -225,7 +225,7 @@ def test_ranks_compute_while_the_next_step_is_decided(preempt: PreemptHarness, d
         block_size=block,
         tensor_parallel_size=2,
         async_scheduling=depth,
-        options={"debug_worker_state": True},
+        options=options(preempt, debug_worker_state=True),
     )
     result.assert_preempted()
     result.assert_matches_baseline()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from preempt_harness.harness import PreemptHarness
-from preempt_harness.suite.shapes import block_size, companions, request, together
+from preempt_harness.suite._state import assert_stopped, find_stop
+from preempt_harness.suite.shapes import block_size, companions, request, require_mode, together
 
 OFFSETS = pytest.mark.parametrize("offset", [-1, 0, 1], ids=["minus-1", "exact", "plus-1"])
 
@@ -72,5 +73,47 @@ def test_preempted_near_max_tokens(preempt: PreemptHarness, left: int) -> None:
     )
     result = preempt.run(workload, plan=f"preempt:victim@out={max_tokens - left}", block_size=block)
     result.assert_preempted(request="victim")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@OFFSETS
+@pytest.mark.preempt_requires("preempt", "stepped", "stop_tokens")
+def test_stopped_at_a_boundary(preempt: PreemptHarness, offset: int) -> None:
+    """The stop token, two after the return, fills a block or misses its end by one."""
+    block = block_size(preempt)
+    stop = find_stop(preempt, 2 * block + 1, 2 * block, offset=offset)
+    workload = together(
+        request(preempt, "victim", stop.prompt, 6 * block, stop_token_ids=(stop.token_id,)),
+        companions(preempt, block),
+        request(preempt, "next", 3 * block, 2 * block, arrival_step=5 * block),
+    )
+    result = preempt.run(workload, plan=f"preempt:victim@out={stop.index - 1}", block_size=block)
+    result.assert_preempted(request="victim")
+    result.assert_matches_baseline()
+    result.assert_clean()
+    assert_stopped(result, "victim", stop.index + 1)
+
+
+@pytest.mark.preempt_requires("preempt", "stepped", "chunked_prefill")
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    "max_tokens", [pytest.param(0, marks=pytest.mark.preempt_requires("prompt_only")), 1]
+)
+def test_preempted_before_the_only_token_or_none(
+    preempt: PreemptHarness, max_tokens: int, mode: str
+) -> None:
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    workload = together(
+        companions(preempt, block, count=1), request(preempt, "victim", 8 * block, max_tokens)
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt:victim@chunk=1:{mode}/preempt:victim@resume=1:{mode}",
+        block_size=block,
+        max_num_batched_tokens=2 * block,
+    )
+    result.assert_preempted(request="victim", mode=mode)
     result.assert_matches_baseline()
     result.assert_clean()

@@ -10,6 +10,7 @@ from preempt_harness.suite.shapes import (
     block_size,
     companions,
     drawn,
+    options,
     request,
     require_mode,
     together,
@@ -171,7 +172,7 @@ def test_several_requests_of_several_outputs_in_a_small_pool(
         workload,
         16,
         block_size=block,
-        options={"preemption_mode": mode} if "swap" in preempt.adapter.capabilities else {},
+        options=options(preempt, preemption_mode=mode),
     )
     result.assert_preempted()
     result.assert_matches_baseline()
@@ -213,7 +214,7 @@ def test_beams_in_a_small_pool(preempt: PreemptHarness, mode: str) -> None:
         workload,
         16,
         block_size=block,
-        options={"preemption_mode": mode} if "swap" in preempt.adapter.capabilities else {},
+        options=options(preempt, preemption_mode=mode),
     )
     result.assert_preempted()
     result.assert_matches_baseline()

@@ -54,3 +54,44 @@ def test_preempted_shortly_before_the_models_length(preempt: PreemptHarness, bef
     result.assert_preempted(request="victim")
     result.assert_matches_baseline()
     result.assert_clean()
+
+
+@pytest.mark.preempt_requires("queue_limit", "preempt", "stepped", "hold_blocks")
+def test_a_preempted_request_is_never_refused_by_the_queue_limit(preempt: PreemptHarness) -> None:
+    """Three come back into a queue for one; who arrives meanwhile may be refused, later ones not.
+
+    sglang refused a retracted request that met the limit (sgl-project/sglang, issue 37260).
+    """
+    block = block_size(preempt)
+    workload = together(
+        [request(preempt, f"r{i}", 2 * block + i, 6 * block, arrival_step=2 * i) for i in range(3)],
+        request(preempt, "meanwhile", 2 * block, 2 * block, arrival_step=2 * block + 2),
+        request(preempt, "late", 2 * block, 2 * block, arrival_step=4 * block),
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt-all@step={2 * block}/squeeze:all@{2 * block + 1}..{2 * block + 4}",
+        block_size=block,
+        max_waiting_requests=1,
+    )
+    result.assert_preempted(at_least=3)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("queue_limit", "preempt", "stepped")
+def test_a_victim_takes_one_place_in_the_queue(preempt: PreemptHarness) -> None:
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "victim", 2 * block, 4 * block),
+        request(preempt, "newcomer", 2 * block, 2 * block, arrival_step=2 * block + 1),
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt:victim@step={2 * block}/squeeze:all@{2 * block + 1}..{2 * block + 3}",
+        block_size=block,
+        max_waiting_requests=2,
+    )
+    result.assert_preempted(request="victim")
+    result.assert_matches_baseline()
+    result.assert_clean()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from preempt_harness.harness import PreemptHarness
+from preempt_harness.record import TokensDelivered
+from preempt_harness.result import TrialResult
+from preempt_harness.suite._state import STATE, answer, assert_stopped, state
 from preempt_harness.suite.shapes import (
     block_size,
     chunks,
@@ -21,41 +22,12 @@ pytestmark = pytest.mark.preempt_requires("preempt", "stepped")
 
 MODES = pytest.mark.parametrize("mode", ["recompute", "swap"])
 
-# Name -> (capabilities, sampling parameters).
-ITEMS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "seed": (("sampling",), {"temperature": 1.0, "seed": 11}),
-    "no-seed": (("sampling",), {"temperature": 0.8, "top_k": 20, "top_p": 0.9}),
-    "repetition-penalty": (("penalties",), {"repetition_penalty": 1.7}),
-    "presence-and-frequency": (
-        ("penalties",),
-        {"presence_penalty": 0.9, "frequency_penalty": 0.7},
-    ),
-    "penalties-sampled": (
-        ("penalties", "sampling"),
-        {"frequency_penalty": 1.1, "temperature": 1.0, "seed": 3},
-    ),
-    "logprobs": (("logprobs",), {"logprobs": 4}),
-    "prompt-logprobs": (("prompt_logprobs",), {"prompt_logprobs": 2, "logprobs": 1}),
-    "logit-bias": (("logit_bias",), {"logit_bias": ((5, 6.0), (9, -8.0))}),
-    "min-tokens": (
-        ("stop_tokens", "min_tokens"),
-        {"min_tokens": 9, "stop_token_ids": tuple(range(4, 40))},
-    ),
-    "stop-tokens": (
-        ("stop_tokens", "min_tokens"),
-        {"min_tokens": 3, "stop_token_ids": tuple(range(4, 8))},
-    ),
-}
-
 
 @MODES
 @pytest.mark.parametrize("at", ["chunk=1", "out=1", "out=6"], ids=["prefill", "first", "decode"])
-@pytest.mark.parametrize("item", ITEMS)
+@pytest.mark.parametrize("item", STATE)
 def test_item(preempt: PreemptHarness, item: str, at: str, mode: str) -> None:
-    needs, sampling = ITEMS[item]
-    lacking = sorted({*needs} - preempt.adapter.capabilities)
-    if lacking:
-        pytest.skip(f"engine {preempt.adapter.name} lacks {', '.join(lacking)}")
+    sampling = state(preempt, item)
     require_mode(preempt, mode)
     block = block_size(preempt)
     workload = together(
@@ -79,24 +51,105 @@ def test_item(preempt: PreemptHarness, item: str, at: str, mode: str) -> None:
 @pytest.mark.preempt_requires("stop_strings", "text")
 @pytest.mark.parametrize("length", [1, 3])
 def test_stop_string_over_a_preemption(preempt: PreemptHarness, length: int, mode: str) -> None:
-    """A stop string whose beginning was delivered before the preemption, and its end after it."""
+    """Of a longer stop string the beginning comes before the preemption, and the end after it."""
     require_mode(preempt, mode)
     block = block_size(preempt)
     prompt = preempt.prompts.take(2 * block + 1)
-    probe = preempt.run(
-        together(request(preempt, "victim", prompt, 4 * block)),
-        plan="preempt:victim@out=2",
+    text, num_tokens = _text_and_tokens(answer(preempt, prompt, 4 * block))
+    middle = next(
+        index
+        for index in range(len(text) // 2, len(text) - length)
+        if text.find(text[index : index + length]) == index
+    )
+    workload = together(
+        request(preempt, "victim", prompt, 4 * block, stop=(text[middle : middle + length],)),
+        companions(preempt, block),
+    )
+    before = num_tokens[middle] - (length == 1)
+    result = preempt.run(workload, plan=f"preempt:victim@out={before}:{mode}", block_size=block)
+    result.assert_preempted(request="victim", mode=mode)
+    result.assert_matches_baseline()
+    result.assert_clean()
+    assert_stopped(result, "victim")
+
+
+@MODES
+@pytest.mark.preempt_requires("stop_strings", "text")
+def test_text_held_back_over_a_preemption(preempt: PreemptHarness, mode: str) -> None:
+    """What might have become a stop string at the preemption goes on otherwise."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    prompt = preempt.prompts.take(2 * block + 1)
+    text, num_tokens = _text_and_tokens(answer(preempt, prompt, 4 * block))
+    middle = len(text) // 2
+    begun = text[middle : middle + 2]
+    # A third character that does not come anywhere after the first two.
+    others = [other for other in "~^#@" if begun + other not in text]
+    workload = together(
+        request(preempt, "victim", prompt, 4 * block, stop=(begun + others[0],)),
+        companions(preempt, block),
+    )
+    result = preempt.run(
+        workload, plan=f"preempt:victim@out={num_tokens[middle + 1]}:{mode}", block_size=block
+    )
+    result.assert_preempted(request="victim", mode=mode)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+def _text_and_tokens(result: TrialResult) -> tuple[str, list[int]]:
+    """The probe's text, and for each character how many tokens it took to deliver it."""
+    num_tokens: list[int] = []
+    delivered = 0
+    for event in result.record.events:
+        if isinstance(event, TokensDelivered):
+            delivered += len(event.token_ids)
+            num_tokens += [delivered] * len(event.text)
+    return result.record.results["probe"].outputs[0].text, num_tokens
+
+
+@MODES
+@pytest.mark.preempt_requires("bad_words", "text")
+def test_bad_words_over_a_preemption(preempt: PreemptHarness, mode: str) -> None:
+    """The token that would come after the return ends a word that began before it."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    prompt = preempt.prompts.take(2 * block + 1)
+    text, num_tokens = _text_and_tokens(answer(preempt, prompt, 4 * block))
+    middle = len(text) // 2
+    word = text[middle - 1 : middle + 1]
+    workload = together(
+        request(preempt, "victim", prompt, 4 * block, bad_words=(word,)), companions(preempt, block)
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt:victim@out={num_tokens[middle - 1]}:{mode}",
         block_size=block,
     )
-    probe.assert_matches_baseline()
-    text = probe.record.results["victim"].outputs[0].text
-    middle = len(text) // 2
-    stop = text[middle : middle + length]
-    workload = together(
-        request(preempt, "victim", prompt, 4 * block, stop=(stop,)), companions(preempt, block)
-    )
-    result = preempt.run(workload, plan=f"preempt:victim@out=1:{mode}", block_size=block)
     result.assert_preempted(request="victim", mode=mode)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("abort", "stepped")
+@pytest.mark.parametrize("item", ["logprobs", "prompt-logprobs", "processor", "several"])
+@pytest.mark.parametrize("at", ["chunk=1", "out=2"], ids=["prefill", "decode"])
+def test_aborted_while_it_waits(preempt: PreemptHarness, at: str, item: str) -> None:
+    """Nothing of it stays behind, and nothing more of it comes."""
+    sampling = state(preempt, item)
+    block = block_size(preempt)
+    workload = together(
+        companions(preempt, block, count=1),
+        request(preempt, "victim", 4 * block, 4 * block, **sampling),
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt:victim@{at}/squeeze:all@{2 * block}..{3 * block}"
+        f"/preempt:victim@step={2 * block}/abort:victim@step={2 * block + 1}",
+        block_size=block,
+        **chunks(preempt, 2 * block),
+    )
+    result.assert_preempted(request="victim")
     result.assert_matches_baseline()
     result.assert_clean()
 
@@ -167,20 +220,3 @@ def test_reset_while_requests_are_swapped_out(preempt: PreemptHarness) -> None:
     result.assert_preempted(mode="recompute", at_least=3)
     result.assert_matches_baseline()
     result.assert_clean()
-
-
-@pytest.mark.preempt_requires("queue_limit")
-def test_a_preempted_request_is_never_refused_by_the_queue_limit(preempt: PreemptHarness) -> None:
-    block = block_size(preempt)
-    workload = together(
-        [request(preempt, f"r{i}", 2 * block + i, 6 * block) for i in range(3)],
-        request(preempt, "late", 2 * block, 2 * block, arrival_step=3 * block),
-    )
-    result = preempt.run(
-        workload, plan="preempt-all@out=3", block_size=block, max_waiting_requests=3
-    )
-    result.assert_preempted(at_least=2)
-    result.assert_clean()
-    for index in range(3):
-        if result.record.results[f"r{index}"].error:
-            pytest.fail(f"r{index} was refused: {result.record.results[f'r{index}'].error}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.suite.shapes import block_size, companions, request, together
@@ -183,5 +184,56 @@ def test_a_used_swap_space_too_small_for_the_next(preempt: PreemptHarness) -> No
     )
     result.assert_preempted(request="small", mode="swap")
     result.assert_preempted(request="large")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@FORCED
+@pytest.mark.preempt_requires("hold_blocks")
+def test_one_that_would_fit_waits_behind_a_larger_one_that_is_swapped_out(
+    preempt: PreemptHarness,
+) -> None:
+    """All are preempted: the large one has the swap space, the small ones have to be recomputed."""
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "large", 8 * block, 3 * block),
+        [request(preempt, f"small{i}", block + i, 3 * block) for i in range(2)],
+    )
+    result = preempt.run(
+        workload,
+        20,
+        plan="preempt-all@step=5:swap/squeeze:14@5..12",
+        block_size=block,
+        options=space(10),
+    )
+    result.assert_preempted(request="large", mode="swap")
+    result.assert_preempted(request="small0")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@FORCED
+@pytest.mark.preempt_requires("priority")
+def test_one_goes_out_in_the_step_in_which_another_comes_back(preempt: PreemptHarness) -> None:
+    """Its host blocks are free when that step is done, not before: the other is recomputed."""
+    block = block_size(preempt)
+    workload = together(
+        replace(request(preempt, "first", 4 * block, 4 * block), priority=0),
+        [
+            replace(request(preempt, f"calm{i}", 2 * block + i, 4 * block), priority=2)
+            for i in range(2)
+        ],
+        replace(request(preempt, "second", 4 * block, 2 * block, arrival_step=7), priority=1),
+    )
+    result = preempt.run(
+        workload,
+        16,
+        plan="preempt:first@step=6:swap",
+        block_size=block,
+        scheduling_policy="priority",
+        options=space(6),
+    )
+    result.assert_preempted(request="first", mode="swap")
+    result.assert_preempted(request="calm1")
     result.assert_matches_baseline()
     result.assert_clean()

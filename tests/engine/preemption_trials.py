@@ -167,11 +167,11 @@ def draw_params(rng: Random) -> Params:
     )
 
 
-def run_trial(trial: Trial) -> Outcome:
+def run_trial(trial: Trial, observer_type: type[CountingObserver] = CountingObserver) -> Outcome:
     """Run it and assert that nobody noticed the preemptions."""
     options = {"exact_vocab_size": VOCAB_SIZE, "debug_worker_state": True} | trial.options
     with LLM("exact", **options) as llm:
-        observer = CountingObserver(llm)
+        observer = observer_type(llm)
         llm.set_observer(observer)
         outputs: dict[str, RequestOutput] = {}
         step = 0

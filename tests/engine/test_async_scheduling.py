@@ -192,8 +192,14 @@ def test_ranks_in_processes_of_their_own(num_ranks: int, depth: int) -> None:
         ({"async_scheduling": 3}, "async_scheduling=3 is no depth"),
         ({"async_scheduling": True}, "async_scheduling=True is no depth"),
         (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "async_scheduling=1 and speculative_config",
+            {
+                "speculative_config": {
+                    "method": "draft_model",
+                    "model": "exact",
+                    "num_speculative_tokens": 2,
+                }
+            },
+            "async_scheduling=1 with a draft model",
         ),
         ({"scheduling_policy": "priority"}, "async_scheduling=1 with scheduling_policy"),
     ],

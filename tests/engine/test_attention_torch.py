@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from preempt_engine.attention.paged import split_into_groups
 from preempt_engine.attention.protocol import AttentionBackend, AttentionMetadata, LayerKVCache
 from preempt_engine.attention.select import select_backend
 from preempt_engine.attention.torch_paged import TorchPagedAttention
@@ -179,3 +180,20 @@ def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
     config = EngineConfig(model="m", attention_backend="flashy")
     with pytest.raises(ConfigError, match=r"flashy.*auto, torch"):
         select_backend(config, _CPU, scale=1.0, row_plan=None)
+
+
+def test_equal_chunks_are_one_group_and_much_longer_reads_another() -> None:
+    chunks = [(0, 5), (3, 8), (9, 10), (40, 41), (700, 701), (0, 5)]
+    groups = split_into_groups(_batch(chunks, 4).metadata)
+    found = [
+        (group.query_len, group.num_sequences, group.read_len_max, group.causal_from_zero)
+        for group in groups
+    ]
+    assert found == [(5, 2, 5, True), (5, 1, 8, False), (1, 2, 41, False), (1, 1, 701, False)]
+    tokens = torch.arange(18)  # of the step
+    assert [group.take(tokens).tolist() for group in groups] == [
+        [0, 1, 2, 3, 4, 13, 14, 15, 16, 17],
+        [5, 6, 7, 8, 9],
+        [10, 11],
+        [12],
+    ]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -134,12 +133,12 @@ def test_no_field_of_a_step_is_left_behind() -> None:
         state_check=StateCheck(1, [9]),
     )
     for message, empty in ((step, SchedulerOutput(0)), (item, None)):
-        for field in dataclasses.fields(message):
+        for field in msgspec.structs.fields(message):
             default = field.default if empty is None else getattr(empty, field.name)
             assert getattr(message, field.name) != default, f"{field.name}: give this test a value"
     encoder, decoder = StepEncoder(), StepDecoder()
     first = SchedulerOutput(
-        0, scheduled=[dataclasses.replace(item, key=SequenceKey("b", 1), new_block_ids=[1, 2])]
+        0, scheduled=[msgspec.structs.replace(item, key=SequenceKey("b", 1), new_block_ids=[1, 2])]
     )
     decoder.decode(encoder.encode(first, report=False))
     assert decoder.decode(encoder.encode(step, report=False))[0] == step
@@ -186,7 +185,7 @@ def test_a_sequence_that_was_never_introduced_is_refused() -> None:
     encoder = StepEncoder()
     item = ScheduledSequence(SequenceKey("a"), 0, 1, 0, True, [1], [0])
     encoder.encode(SchedulerOutput(0, scheduled=[item]), report=False)
-    later = dataclasses.replace(item, reset=False)
+    later = msgspec.structs.replace(item, reset=False)
     body = encoder.encode(SchedulerOutput(1, scheduled=[later]), report=False)
     with pytest.raises(WireProtocolError, match="never introduced"):
         StepDecoder().decode(body)

@@ -168,6 +168,7 @@ from dataclasses import dataclass
 
 @dataclass
 class SamplingParams:
+    temperature: float = 1.0
     max_tokens: int = 64
     ignore_eos: bool = False
 """

@@ -40,6 +40,8 @@ def run(
     blocks: int = 18,
     budget: int = 16,
     plan: str = "",
+    drafts: dict[str, Any] | None = None,
+    cache: bool = True,
     **options: Any,
 ) -> TrialRecord:
     work = work or workload()
@@ -48,6 +50,8 @@ def run(
         block_size=BLOCK,
         async_scheduling=depth,
         max_num_batched_tokens=budget,
+        speculative_config=drafts,
+        enable_prefix_caching=cache,
         options={"block_reuse_order": "lifo", "poison": True, **options},
     )
     record = run_trial(
@@ -61,6 +65,8 @@ def run(
 def trials() -> list[TrialRecord]:
     """A few trials in which every fault has to show."""
     stops = workload(6, stop_token_ids=tuple(range(4, 12)))
+    drafts = {"method": "scripted", "num_speculative_tokens": 3, "acceptance_rate": 0.9}
+    swaps = "/".join(f"preempt:r{step % 4}@step={step}:swap" for step in range(3, 24, 2))
     return [
         run(1),
         run(2, preemption_mode="swap"),
@@ -69,6 +75,18 @@ def trials() -> list[TrialRecord]:
         run(1, workload(1), blocks=18, plan="squeeze:all@1..14"),
         run(1, workload(1), blocks=40, plan="abort:r0@out=7"),
         run(2, plan="preempt-all@step=3/preempt-all@step=5/preempt:r0@step=8"),
+        *(
+            run(
+                depth,
+                workload(6, 80),
+                blocks=180,
+                budget=64,
+                plan=swaps,
+                drafts=drafts,
+                cache=False,
+            )
+            for depth in (1, 2)
+        ),
     ]
 
 

@@ -169,6 +169,42 @@ def test_a_request_that_outgrows_the_pool_alone_is_infeasible_in_the_simulation(
     assert simulate(TWINS, model, 5).infeasible == ("r0", "r1")
 
 
+CHUNKED = AdmissionModel(
+    policy="full_fit", block_size=2, max_num_batched_tokens=2, prefix_caching=False
+)
+
+
+def test_full_fit_takes_the_blocks_of_a_chunk_and_wants_room_for_all() -> None:
+    """r1 begins when four blocks are free, takes them as it computes, and r0 grows meanwhile."""
+    workload = requests((2, 4), (8, 1))
+    reserving = msgspec.structs.replace(CHUNKED, policy="full_prompt")
+    assert simulate(workload, reserving, 6).preempted == {"r1"}
+    assert simulate(workload, CHUNKED, 6).preempted == frozenset()
+    assert simulate(workload, CHUNKED, 5).peak_blocks == 4, "r1 fits when r0 is done"
+
+
+def test_a_last_token_that_needs_room_makes_the_smallest_pool_larger() -> None:
+    workload = requests((4, 5))
+    asks = msgspec.structs.replace(BLOCKS_OF_2, last_token_needs_room=True)
+    assert KVBudget.solve(workload, BLOCKS_OF_2, "minimal").num_blocks == 4  # 8 tokens
+    assert KVBudget.solve(workload, asks, "minimal").num_blocks == 5
+    assert "ceil((4 + 5 - 0) / 2) = 5" in KVBudget.solve(workload, asks, 4).explain()
+
+
+def test_drafts_that_come_first_leave_nothing_for_others() -> None:
+    """One request and its drafts fill a step, so that the next begins when it has ended."""
+    shared = AdmissionModel(
+        block_size=2, max_num_batched_tokens=4, draft_tokens=3, prefix_caching=False
+    )
+    first = msgspec.structs.replace(shared, drafts_first=True)
+    workload = requests((4, 9), (4, 9))
+    assert simulate(workload, shared, 40).last_step < simulate(workload, first, 40).last_step
+    alone = simulate(requests((4, 9)), first, 40)
+    assert simulate(workload, first, 40).last_step == 2 * alone.last_step + 1
+    quick = simulate(workload, first, 40, num_accepted_drafts=3)
+    assert quick.last_step < simulate(workload, first, 40).last_step
+
+
 def test_a_pool_smaller_than_a_request_ends_it_early() -> None:
     simulation = simulate(requests((4, 9)), BLOCKS_OF_2, 3)
     assert simulation.finished == {"r0": 3}  # 3 * 2 + 1 tokens, the last one never computed

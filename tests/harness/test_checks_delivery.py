@@ -14,6 +14,7 @@ from preempt_harness.record import (
     Aborted,
     EngineError,
     Finished,
+    PlanApplied,
     RequestResult,
     SequenceOutput,
     TokensDelivered,
@@ -109,6 +110,30 @@ def test_token_after_the_end_is_found(record: TrialRecord, end: type) -> None:
     assert Code.DEL_LATE in codes(record)
 
 
+def test_token_after_an_abort_of_the_plan_is_found_where_it_takes_effect_at_once(
+    record: TrialRecord,
+) -> None:
+    last = pieces(record, "r1.0")[-1]
+    event = PlanApplied(record.events[last].step, "abort:r1@step=5", "r1")
+    record.events.insert(last, event)
+    record.header = replace(record.header, capabilities=[])
+    assert codes(record) == []
+    record.header = replace(record.header, capabilities=["stepped"])
+    assert codes(record) == [Code.DEL_LATE]
+    record.events[last + 1] = replace(record.events[last + 1], token_ids=[], text="held back")
+    assert Code.DEL_LATE not in codes(record)
+
+
+def test_pieces_without_their_log_probabilities_are_found(record: TrialRecord) -> None:
+    indices = pieces(record, "r0.0")
+    record.events[indices[2]] = replace(record.events[indices[2]], logprobs=None)
+    (finding,) = delivery(record)
+    assert (finding.code, finding.position) == (Code.DEL_LOGPROBS, 6 + 2)
+    for index in indices:  # a stream that never carries any is another engine's way
+        record.events[index] = replace(record.events[index], logprobs=None)
+    assert codes(record) == []
+
+
 def test_tokens_of_an_unknown_request_are_found(record: TrialRecord) -> None:
     record.events.append(TokensDelivered(9, "r7.0", [1]))
     assert codes(record) == [Code.DEL_UNKNOWN]
@@ -142,6 +167,56 @@ def test_log_probabilities_without_the_chosen_token_are_found(record: TrialRecor
     change_output(record, "r0", logprobs=[*output.logprobs[:-1], {99: -1.0}])
     finding = delivery(record)[0]
     assert (finding.code, finding.position) == (Code.DEL_LOGPROBS, 6 + 5)
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        (None, "6 tokens and 0 entries"),
+        ([None, {1: -1.0}], "6 tokens and 2 entries"),
+        ([None, *({token: -1.0} for token in (0, 0, 0, 0, 0))], "prompt token 1 is"),
+    ],
+)
+def test_log_probabilities_of_a_prompt_that_are_not_its_own_are_found(
+    record: TrialRecord, entries: list[dict[int, float] | None] | None, words: str
+) -> None:
+    spec = record.header.workload["requests"][0]
+    spec["sampling"]["prompt_logprobs"] = 0
+    whole = [None, *({token: -1.0} for token in spec["prompt_token_ids"][1:])]
+    record.baseline = None
+    record.results["r0"] = replace(record.results["r0"], prompt_logprobs=whole)
+    assert codes(record) == []
+    record.results["r0"] = replace(record.results["r0"], prompt_logprobs=entries)
+    (finding,) = delivery(record)
+    assert finding.code == Code.DEL_LOGPROBS
+    assert words in finding.message
+
+
+def test_log_probabilities_of_a_prompt_that_differ_from_the_baselines_are_found(
+    record: TrialRecord,
+) -> None:
+    assert record.baseline is not None
+    spec = record.header.workload["requests"][0]
+    spec["sampling"]["prompt_logprobs"] = 0
+    whole = [None, *({token: -1.0} for token in spec["prompt_token_ids"][1:])]
+    for results, last in ((record.results, -1.0), (record.baseline.results, -2.0)):
+        entries = [*whole[:-1], {spec["prompt_token_ids"][-1]: last}]
+        results["r0"] = replace(results["r0"], prompt_logprobs=entries)
+    record.header = replace(record.header, batch_invariant=False)
+    assert codes(record) == []
+    record.header = replace(record.header, batch_invariant=True)
+    (finding,) = delivery(record)
+    assert (finding.code, finding.position) == (Code.DEL_LOGPROBS, 5)
+
+
+def test_another_text_of_the_same_tokens_is_found(record: TrialRecord) -> None:
+    index = pieces(record, "r1.0")[-1]
+    text = record.results["r1"].outputs[0].text
+    change_output(record, "r1", text=f"{text}?")
+    record.events[index] = replace(record.events[index], text=f"{record.events[index].text}?")
+    (finding,) = delivery(record)
+    assert finding.code == Code.DEL_TEXT
+    assert "unpreempted" in finding.message
 
 
 def test_more_tokens_than_max_tokens_are_found(record: TrialRecord) -> None:
@@ -208,6 +283,8 @@ def test_stop_string_is_cut_from_the_text() -> None:
     cut = SequenceOutput(token_ids=[4, 5], text="<4>", finish_reason="stop", stop_reason="<5>")
     assert outcome(sampling, cut) == []
     assert outcome(sampling, replace(cut, text="<4><5>")) == [Code.DEL_FINISH_REASON]
+    early = replace(sampling, min_tokens=2)  # one that ended before those is none
+    assert outcome(early, replace(cut, text="<5><4>")) == []
 
 
 def test_end_of_sequence_may_stop_a_request_that_does_not_ignore_it() -> None:

@@ -7,10 +7,16 @@ import pytest
 from fake_engine import run_fake
 from fake_trials import make_workload
 
+from preempt_harness.adapters.embedded import EmbeddedAdapter
 from preempt_harness.checks import Code, Finding, run_checks
 from preempt_harness.checks.progress import step_bounds, why_infeasible
+from preempt_harness.harness import PreemptHarness
 from preempt_harness.record import (
+    Arrived,
+    BlocksAllocated,
     EngineError,
+    Event,
+    Finished,
     PlanApplied,
     PoolCounts,
     Preempted,
@@ -86,7 +92,48 @@ def test_natural_preemptions_are_paid_for_where_they_stop_the_others(mixes: bool
     shown = ["recompute", "mixed_steps"] if mixes else ["recompute"]
     record.header = replace(record.header, capabilities=shown)
     expected = 0 if mixes else count
-    assert f"+ {expected} preemptions that stop the others" in step_bounds(record).formula
+    assert f"+ {expected} preemptions that the plan caused" in step_bounds(record).formula
+
+
+def held_in(record: TrialRecord, steps: set[int]) -> TrialRecord:
+    """The record with a block held back in these steps."""
+    record.events = [
+        replace(event, held=int(event.step in steps)) if isinstance(event, PoolCounts) else event
+        for event in record.events
+    ]
+    return record
+
+
+def test_a_squeeze_pays_for_what_is_computed_anew() -> None:
+    """It may take blocks from the oldest, who computes everything again while nothing is held."""
+    plain = run_fake(make_workload([6, 9, 7], max_tokens=12), num_blocks=8)
+    plain.header = replace(plain.header, capabilities=["recompute", "mixed_steps"])
+    preempted = [event.step for event in plain.events if isinstance(event, Preempted)]
+    bound = step_bounds(plain).total
+    calm = next(step for step in range(preempted[-1]) if step not in preempted)
+    elsewhere = step_bounds(held_in(plain, {calm})).total
+    assert elsewhere == bound + 1, "a step in which nobody is preempted is exempt, and no more"
+    squeezed = step_bounds(held_in(plain, {preempted[0]}))
+    assert squeezed.total > bound + 1
+    assert f"+ {preempted.count(preempted[0])} preemptions that the plan" in squeezed.formula
+
+
+def test_a_squeeze_that_takes_the_only_requests_blocks_is_paid_for() -> None:
+    harness = PreemptHarness(EmbeddedAdapter(), {"block_size": 4, "enable_prefix_caching": False})
+    workload = harness.workload(requests=1, prompt_tokens=40, max_tokens=8)
+    result = harness.run(workload, plan="squeeze:all@24..25", max_num_batched_tokens=2)
+    result.assert_preempted(request="r0")
+    result.assert_clean()
+
+
+def test_a_squeeze_excuses_nobody_who_stands_still_afterwards() -> None:
+    """Negative control: r1 and r2 lose their blocks to it, and are never admitted again."""
+    record = held_in(livelocked(), {3})
+    record.events = [
+        replace(event, reason="out_of_blocks") if isinstance(event, Preempted) else event
+        for event in record.events
+    ]
+    assert {Code.PROG_STEP_BOUND, Code.PROG_LIVELOCK} <= set(codes(record))
 
 
 def test_squeeze_without_pool_counts_is_not_observable() -> None:
@@ -195,6 +242,45 @@ def test_unfinished_request_is_found_unless_the_engine_crashed() -> None:
     record = livelocked()
     record.events.append(EngineError(120, "hang", "no step for 10 s"))
     assert Code.PROG_UNFINISHED not in codes(record)
+
+
+def test_request_that_the_engine_has_not_let_go_is_found() -> None:
+    record = run_fake(make_workload([6, 9], max_tokens=6), num_blocks=8)
+    assert codes(record) == []
+    record.events = [
+        event
+        for event in record.events
+        if not (isinstance(event, Finished) and event.request == "r1")
+    ]
+    found = [item for item in run_checks(record, ["progress"]).findings if item.request == "r1"]
+    assert [item.code for item in found] == [Code.PROG_UNFINISHED]
+
+
+def refused(*events: Event) -> list[Code]:
+    """Findings about r1, which ended with an error; one request may wait."""
+    record = run_fake(make_workload([6, 9], max_tokens=6), num_blocks=8)
+    record.header = replace(
+        record.header, config={**record.header.config, "max_waiting_requests": 1}
+    )
+    record.events = [*events, Finished(9, "r1", "error"), Finished(9, "r0", "length")]
+    record.results["r1"] = FAILED
+    found = run_checks(record, ["progress"]).findings
+    return [item.code for item in found if item.code == Code.PROG_UNDUE_ERROR]
+
+
+R0, R1 = Arrived(0, "r0", [1] * 6, 6), Arrived(1, "r1", [1] * 9, 6)
+
+
+def test_who_finds_the_queue_full_may_be_refused() -> None:
+    assert refused(R0, R1) == []
+    lost = Preempted(1, "r0", "recompute", "decode", "forced", 6, 7)
+    assert refused(R0, BlocksAllocated(0, "r0.0", [0, 1]), lost, R1) == []
+
+
+def test_who_finds_room_in_the_queue_or_has_run_may_not_be_refused() -> None:
+    ran = BlocksAllocated(0, "r0.0", [0, 1])
+    assert refused(R0, ran, R1) == [Code.PROG_UNDUE_ERROR]
+    assert refused(R0, R1, BlocksAllocated(2, "r1.0", [2, 3])) == [Code.PROG_UNDUE_ERROR]
 
 
 @pytest.mark.parametrize(("length", "feasible"), [(32, True), (33, False)])

@@ -53,6 +53,26 @@ def test_a_reset_that_is_skipped_is_found_at_the_next_hit() -> None:
     assert first == (Code.ACC_RESET, resumed, "r0.0")
 
 
+@pytest.mark.parametrize("name", ["reset-spares-the-swapped", "reset-spares-the-just-resumed"])
+def test_who_keeps_what_was_computed_before_a_reset_of_running_requests_is_found(
+    name: str,
+) -> None:
+    def record() -> TrialRecord:
+        harness = PreemptHarness(EmbeddedAdapter(), {"model": "exact", "block_size": 4})
+        workload = harness.workload(requests=2, prompt_tokens=9, max_tokens=16)
+        resets = [Operation(kind="reset_running_requests", step=step) for step in range(5, 9)]
+        return harness.run(
+            Workload(requests=workload.requests, operations=resets),
+            plan="preempt-all@out=4:swap",
+        ).record
+
+    assert resets(record()) == []
+    with plant(fault_named(name)) as planted:
+        found = resets(record())
+    assert planted.num_reached
+    assert {code for code, _, _ in found} == {Code.ACC_RESET}
+
+
 def test_an_engine_that_does_not_show_resets_is_not_observable() -> None:
     record = run()
     record.events = [event for event in record.events if not isinstance(event, CacheReset)]

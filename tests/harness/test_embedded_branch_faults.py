@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from test_embedded_branches import requests, run
 
-from preempt_engine.scheduler import Scheduler
+from preempt_engine.residency import Residency
 from preempt_engine.sequence import Request, Sequence
 from preempt_engine.step import SchedulerOutput
 from preempt_engine.swapping import Pairs, Swapper
@@ -89,10 +89,10 @@ def forgotten_branch(patch: pytest.MonkeyPatch) -> None:
 def kept_beams(patch: pytest.MonkeyPatch) -> None:
     """A dropped beam's blocks are not given back."""
 
-    def drop(self: Scheduler, request: Request, sequence: Sequence) -> None:
+    def drop(self: Residency, request: Request, sequence: Sequence) -> None:
         del request.sequences[sequence.key.branch]
 
-    patch.setattr(Scheduler, "_drop", drop)
+    patch.setattr(Residency, "drop", drop)
 
 
 def no_fence(patch: pytest.MonkeyPatch) -> None:

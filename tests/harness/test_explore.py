@@ -65,6 +65,28 @@ def test_another_seed_gives_other_trials() -> None:
     assert random_trial(0, adapter, model="exact") != random_trial(1, adapter, model="exact")
 
 
+def test_later_draws_come_in_addition_and_can_be_left_out() -> None:
+    adapter = EmbeddedAdapter()
+    pairs = [
+        tuple(random_trial(seed, adapter, model="exact", later=later) for later in (True, False))
+        for seed in range(60)
+    ]
+    assert any(drawn == plain for drawn, plain in pairs)
+    samplings = [
+        {name for name in ("regex", "stop", "bad_words") if getattr(request.sampling, name)}
+        for trial in (drawn for drawn, _ in pairs)
+        for request in trial.workload.requests
+    ]
+    assert {"regex", "stop", "bad_words"} == set().union(*samplings)
+    assert any(drawn.settings.max_waiting_requests for drawn, _ in pairs)
+    for _, plain in pairs:
+        assert plain.settings.max_waiting_requests is None
+        for request in plain.workload.requests:
+            spec = request.sampling
+            assert not any((spec.regex, spec.stop, spec.bad_words))
+            assert spec.max_tokens >= 1
+
+
 def test_an_unknown_strategy_is_refused() -> None:
     with pytest.raises(UnknownStrategyError, match="Choose one of random, swarm"):
         find_strategy("luck")

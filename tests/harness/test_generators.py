@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ import pytest
 from preempt_harness.generators import (
     FEATURES,
     FIRST_ORDINARY_ID,
+    LATER_FEATURES,
     GeneratorError,
     PromptShape,
     block_edges,
@@ -22,6 +24,7 @@ from preempt_harness.generators import (
     shape_prompt,
     shared_prefix,
     unequal_lengths,
+    with_continuation,
 )
 from preempt_harness.workload import RequestSpec, Workload
 
@@ -136,6 +139,57 @@ def test_random_workloads_have_what_their_features_say_and_nothing_else() -> Non
     assert any(r.sampling.temperature for r in requests_of(drawn("sampling")))
     assert any(r.sampling.stop_token_ids for r in requests_of(drawn("stops")))
     assert any(r.num_prompt_tokens > 20 for r in requests_of(drawn("long_prompts")))
+
+
+def test_later_features_change_a_workload_that_is_drawn_already() -> None:
+    def drawn(*features: str) -> list[Workload]:
+        return [
+            random_workload(seed, vocab_size=64, block_size=4, features=features)
+            for seed in range(60)
+        ]
+
+    plain = drawn("sampling", "beams")
+    for name in LATER_FEATURES:
+        changed = drawn("sampling", "beams", name)
+        assert changed != plain
+        for one, other in zip(plain, changed, strict=True):
+            assert_well_formed(other, 64)
+            assert prompts(one) == prompts(other)
+    few = {r.sampling.max_tokens for w in drawn("few_tokens") for r in w.requests}
+    assert {0, 1} < few
+    for name, field in (
+        ("bad_words", "bad_words"),
+        ("stop_strings", "stop"),
+        ("grammars", "regex"),
+    ):
+        specs = [r.sampling for w in drawn("beams", name) for r in w.requests]
+        assert all(bool(getattr(spec, field)) != (spec.beam is not None) for spec in specs)
+
+
+def test_a_second_batch_arrives_when_the_first_has_ended() -> None:
+    for seed in range(30):
+        workload = random_workload(seed, vocab_size=64, block_size=4, features=["second_batch"])
+        requests = workload.requests
+        half = (len(requests) + 1) // 2
+        tokens = sum(r.num_prompt_tokens + r.sampling.max_tokens for r in requests[:half])
+        assert all(r.arrival_step > tokens for r in requests[half:])
+
+
+def test_a_continuation_begins_with_another_requests_text() -> None:
+    at_its_end = 0
+    for seed in range(40):
+        workload = shared_prefix(vocab_size=64, block_size=4, seed=seed)
+        output = random_tokens(64, f"{seed}/output", 16)
+        text = [*workload.requests[0].prompt_token_ids, *output]
+        changed = with_continuation(random.Random(seed), workload, text=text, of=0, block_size=4)
+        assert_well_formed(changed, 64)
+        (late,) = [r for r in changed.requests if r.arrival_step]
+        first = changed.requests[0]
+        assert late.prompt_token_ids[:-1] == text[: late.num_prompt_tokens - 1]
+        assert late.num_prompt_tokens >= first.num_prompt_tokens
+        total = first.num_prompt_tokens + first.sampling.max_tokens
+        at_its_end += total % 4 == 0 and late.num_prompt_tokens > total
+    assert at_its_end
 
 
 def test_an_unknown_feature_is_refused() -> None:

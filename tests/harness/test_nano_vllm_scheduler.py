@@ -108,7 +108,7 @@ def test_each_rank_has_modules_of_its_own(stand_in: NanoVllmSchedulerAdapter) ->
         options={"worker_block_size": "default"},
     )
     session = stand_in.open(settings)
-    first, second = (copy.sequence_class for copy in session._copies)
+    first, second = (copy.sequence_class for copy in session.ranks.copies)
     assert (first.block_size, second.block_size) == (4, 256)
 
 

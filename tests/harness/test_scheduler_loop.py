@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from preempt_engine.exact import reference_generate
-from preempt_harness.adapters.scheduler_loop import VOCAB_SIZE, ExactWorkers, Log, Row, slots_of
+from preempt_harness.adapters.exact_workers import VOCAB_SIZE, ExactWorkers, Row, slots_of
+from preempt_harness.adapters.scheduler_log import Log
 from preempt_harness.record import Computed, Preempted, Resumed
 from preempt_harness.workload import RequestSpec, SamplingSpec
 
@@ -27,7 +28,7 @@ def test_rows_that_read_what_was_written_give_the_closed_form(num_ranks: int) ->
     given = PROMPT
     for step in range(5):
         one = row(len(PROMPT) + len(output) - 1 if step else 0, given, [2, 0, 3])
-        ((token,),) = workers.compute(step, [[one]] * num_ranks, log)
+        ((token,),) = workers.compute(step, [[one]] * num_ranks, log.add)
         output.append(token)
         given = [token]
     assert output == reference_generate(PROMPT, 5, VOCAB_SIZE, num_ranks=num_ranks)
@@ -35,11 +36,11 @@ def test_rows_that_read_what_was_written_give_the_closed_form(num_ranks: int) ->
 
 def test_a_wrong_block_of_one_rank_changes_the_token() -> None:
     log = Log(64, BLOCK)
-    right = ExactWorkers(4, BLOCK, 2).compute(0, [[row(0, PROMPT, [1, 2])]] * 2, log)
+    right = ExactWorkers(4, BLOCK, 2).compute(0, [[row(0, PROMPT, [1, 2])]] * 2, log.add)
     workers = ExactWorkers(4, BLOCK, 2)
     written = row(0, PROMPT, [1, 2])
     elsewhere = Row("r0.0", 0, PROMPT, written.slots, [1, 3], 6)
-    wrong = workers.compute(0, [[written], [elsewhere]], log)
+    wrong = workers.compute(0, [[written], [elsewhere]], log.add)
     assert wrong != right
 
 
@@ -47,15 +48,15 @@ def test_several_logits_of_a_row_are_those_of_its_last_positions() -> None:
     expected = reference_generate(PROMPT, 3, VOCAB_SIZE)
     tokens = [*PROMPT, *expected[:2]]
     ((*chosen,),) = ExactWorkers(4, BLOCK).compute(
-        0, [[row(0, tokens, [0, 1, 2], num_logits=3)]], Log(64, BLOCK)
+        0, [[row(0, tokens, [0, 1, 2], num_logits=3)]], Log(64, BLOCK).add
     )
     assert chosen == expected
 
 
 def test_tables_are_recorded_as_changes() -> None:
     workers, log = ExactWorkers(4, BLOCK), Log(64, BLOCK)
-    workers.compute(0, [[row(0, PROMPT, [1, 2])]], log)
-    workers.compute(1, [[row(6, [3], [1, 3])]], log)
+    workers.compute(0, [[row(0, PROMPT, [1, 2])]], log.add)
+    workers.compute(1, [[row(6, [3], [1, 3])]], log.add)
     first, second = [event for event in log.take() if isinstance(event, Computed)]
     assert (first.table_keep, first.table_new) == (0, [1, 2])
     assert (second.table_keep, second.table_new) == (1, [3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,11 @@ from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workl
 
 ADAPTERS = [VllmSchedulerAdapter(), AsyncVllmSchedulerAdapter()]
 BOTH = pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
+
+
+def drafts(count: int, rate: float = 0.5) -> dict[str, Any]:
+    """A speculative configuration of which this share of drafts is right."""
+    return {"method": "scripted", "num_speculative_tokens": count, "acceptance_rate": rate}
 
 
 def _installed() -> str | None:
@@ -45,7 +51,7 @@ def test_a_missing_engine_gives_one_line(adapter: EngineAdapter) -> None:
 
 @BOTH
 def test_drafts_and_a_step_in_flight_need_slots(adapter: EngineAdapter) -> None:
-    settings = EngineSettings(num_blocks=8, options={"num_speculative_tokens": 3})
+    settings = EngineSettings(num_blocks=8, speculative_config=drafts(3))
     lookahead = adapter.admission_model(settings).lookahead_tokens
     assert lookahead == (7 if adapter.name.endswith("async") else 3)
 
@@ -60,7 +66,7 @@ def test_a_tight_pool(adapter: EngineAdapter, num_drafts: int) -> None:
         workload,
         14,
         block_size=4,
-        options={"num_speculative_tokens": num_drafts, "draft_accuracy": 0.5},
+        speculative_config=drafts(num_drafts) if num_drafts else None,
     )
     result.assert_preempted(mode="recompute")
     result.assert_matches_baseline()
@@ -75,7 +81,7 @@ def test_drafts_are_accepted(adapter: EngineAdapter) -> None:
         harness.workload(requests=1, prompt_tokens=5, max_tokens=12),
         plan="preempt:r0@out=5",
         block_size=4,
-        options={"num_speculative_tokens": 3, "draft_accuracy": 1.0},
+        speculative_config=drafts(3, 1.0),
     )
     result.assert_clean()
     events = result.record.events
@@ -163,7 +169,7 @@ def test_a_budget_below_one_token_and_its_drafts_hangs() -> None:
             num_blocks=24,
             block_size=1,
             max_num_batched_tokens=3,
-            options={"num_speculative_tokens": 3, "draft_accuracy": 0.0},
+            speculative_config=drafts(3, 0.0),
         ),
         workload=Workload(requests=[request]),
         plan="preempt:r0@out=1",

@@ -1,7 +1,9 @@
-"""Paged attention with torch's scaled dot product attention: the fast path of the torch backend.
+"""Paged attention on torch's operators: the fast path of the torch backend.
 
-Keys and values are gathered through the block tables into a padded batch. All decoding sequences
-are one call; prefill chunks are one call each. Results depend on the batch in the last bits.
+Sequences with equally many queries are one call. Decode gathers the keys through the block tables,
+and adds up the values where they lie: each is a row of a table, and a query's output is a weighted
+bag of rows. Chunks use torch's scaled dot product attention. Results depend on the batch in the
+last bits.
 """
 
 from __future__ import annotations
@@ -10,7 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preempt_engine.attention.paged import QueryGroup, split_into_groups, visible, write_kv
+from preempt_engine.attention.paged import (
+    GroupReads,
+    QueryGroup,
+    hide,
+    split_into_groups,
+    write_kv,
+)
 from preempt_engine.attention.protocol import AttentionMetadata, AttentionPlan, LayerKVCache
 
 
@@ -32,80 +40,79 @@ class TorchPagedAttention:
 
 class _TorchPagedPlan:
     def __init__(self, metadata: AttentionMetadata, scale: float) -> None:
-        self.scale = scale
         self.slot_mapping = metadata.slot_mapping
-        self.groups = [_GatheredGroup(group) for group in split_into_groups(metadata)]
+        self.groups = [
+            _PagedGroup(group, metadata.block_size, scale) for group in split_into_groups(metadata)
+        ]
 
     def write_kv(self, cache: LayerKVCache, key: Tensor, value: Tensor) -> None:
         write_kv(self.slot_mapping, cache, key, value)
 
     def attend(self, query: Tensor, cache: LayerKVCache, window: int | None) -> Tensor:
-        if len(self.groups) == 1 and self.groups[0].covers(query.shape[0]):
-            return self.groups[0].attend(query, cache, window, self.scale)
+        if len(self.groups) == 1 and self.groups[0].group.covers(query.shape[0]):
+            return self.groups[0].attend(query, cache, window)
         output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)  # [T', H, D]
-        for gathered in self.groups:
-            queries = gathered.group.take(query)
-            gathered.group.put(gathered.attend(queries, cache, window, self.scale), output)
+        for paged in self.groups:
+            attended = paged.attend(paged.group.take(query), cache, window)
+            paged.group.put(attended, output)
         return output
 
 
-class _GatheredGroup:
-    """A group with its gathering index, and its masks as layers ask for them."""
+class _PagedGroup:
+    """A group with what it reads, and its masks as layers ask for them.
 
-    def __init__(self, group: QueryGroup) -> None:
+    Shapes: N sequences, L queries each, S the longest read, H_kv KV heads, G query heads per KV
+    head. Scores are float32 for every dtype.
+    """
+
+    def __init__(self, group: QueryGroup, block_size: int, scale: float) -> None:
         self.group = group
-        self.block_ids = group.block_tables.reshape(-1)  # [N * B]
+        self.scale = scale
+        self.reads = GroupReads(group, group.read_len_max, block_size)
         self.masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
-    def covers(self, num_tokens: int) -> bool:
-        """True if the group is the whole step, in order."""
-        return self.group.rows == slice(0, num_tokens)
-
-    def attend(
-        self, query: Tensor, cache: LayerKVCache, window: int | None, scale: float
-    ) -> Tensor:
+    def attend(self, query: Tensor, cache: LayerKVCache, window: int | None) -> Tensor:
         """[N * L, H, D] -> [N * L, H, D]."""
-        group = self.group
-        if window is not None and window >= group.read_len_max:
+        if window is not None and window >= self.group.read_len_max:
             window = None
-        keys = self._gather(cache.key_blocks)  # [N, H_kv, S, D]
-        values = self._gather(cache.value_blocks)
-        n, length = group.num_sequences, group.query_len
-        num_heads, head_dim = query.shape[1:]
-        num_kv_heads = keys.shape[1]
-        if length == 1:
-            # The query heads of a KV head take the place of query positions.
-            queries = query.view(n, num_kv_heads, num_heads // num_kv_heads, head_dim)
-            mask = self._mask(window, query.dtype)  # [N, 1, 1, S]
-            output = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, scale=scale
-            )  # [N, H_kv, H / H_kv, D]
-            return output.reshape(n, num_heads, head_dim)
-        causal = group.causal_from_zero and window is None
+        if self.group.query_len == 1:
+            return self._decode(query, cache, window)
+        return self._attend_chunks(query, cache, window)
+
+    def _decode(self, query: Tensor, cache: LayerKVCache, window: int | None) -> Tensor:
+        """[N, H, D] -> [N, H, D]."""
+        keys = self.reads.gather(cache.key_slots).float()  # [N, H_kv, S, D]
+        n, num_kv_heads, _, head_dim = keys.shape
+        # The query heads of a KV head take the place of query positions.
+        queries = query.float().reshape(n * num_kv_heads, -1, head_dim)  # [N * H_kv, G, D]
+        mask = self._mask(window, keys.dtype, num_kv_heads)  # [N, H_kv, 1, S]
+        scores = torch.baddbmm(
+            mask.flatten(0, 1), queries, keys.flatten(0, 1).mT, alpha=self.scale
+        )  # [N * H_kv, G, S]
+        weights = scores.softmax(-1).to(query.dtype).view(n, num_kv_heads, *scores.shape[1:])
+        return self.reads.weighted_sum(weights, cache.value_slots).view(query.shape)
+
+    def _attend_chunks(self, query: Tensor, cache: LayerKVCache, window: int | None) -> Tensor:
+        """[N * L, H, D] -> [N * L, H, D]."""
+        queries = query.view(self.group.num_sequences, -1, *query.shape[1:])  # [N, L, H, D]
+        keys = self.reads.gather(cache.key_slots)  # [N, H_kv, S, D]
+        causal = self.group.causal_from_zero and window is None
         output = F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None],  # [1, H, L, D]
+            queries.transpose(1, 2),
             keys,
-            values,
-            attn_mask=None if causal else self._mask(window, query.dtype),  # [1, 1, L, S]
+            self.reads.gather(cache.value_slots),
+            attn_mask=None if causal else self._mask(window, query.dtype),
             is_causal=causal,
-            scale=scale,
-            enable_gqa=num_heads != num_kv_heads,
-        )
-        return output[0].transpose(0, 1)
+            scale=self.scale,
+            enable_gqa=query.shape[1] != keys.shape[1],
+        )  # [N, H, L, D]
+        return output.transpose(1, 2).reshape(query.shape)
 
-    def _gather(self, blocks: Tensor) -> Tensor:
-        """[num_blocks, block_size, H_kv, D] -> [N, H_kv, S, D], S the longest read."""
-        gathered = blocks.index_select(0, self.block_ids)
-        gathered = gathered.view(self.group.num_sequences, -1, *blocks.shape[2:])
-        return gathered[:, : self.group.read_len_max].transpose(1, 2)
-
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Added to the scores: 0 where visible, -inf elsewhere; [N, 1, L, S]."""
+    def _mask(self, window: int | None, dtype: torch.dtype, num_heads: int = 1) -> Tensor:
+        """See `hide`; [N, num_heads, L, S]."""
         mask = self.masks.get((window, dtype))
         if mask is None:
-            positions = self.group.positions[:, None, :, None]  # [N, 1, L, 1]
-            keys = torch.arange(self.group.read_len_max, device=positions.device)
-            seen = visible(positions, keys, window)
-            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-            self.masks[window, dtype] = mask.masked_fill_(~seen, float("-inf"))
+            group = self.group
+            mask = hide(group.positions, group.read_len_max, window, dtype)
+            mask = self.masks[window, dtype] = mask.repeat(1, num_heads, 1, 1)
         return mask

@@ -46,7 +46,7 @@ class GatedActivation(nn.Module):
 
     def forward(self, gate_up: Tensor) -> Tensor:
         gate, up = torch.split(gate_up, self.size, dim=-1)  # [T, 2 * size] -> 2 x [T, size]
-        return self.activation(gate) * up
+        return self.activation(gate).mul_(up)
 
 
 class PlainActivation(nn.Module):

@@ -11,10 +11,7 @@ from torch import Tensor, nn
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension, computed in float32."""
-    wide = x.float()  # [..., D]
-    mean_square = (wide * wide).mean(-1, keepdim=True)  # [..., 1]
-    wide = wide * torch.rsqrt(mean_square + eps)
-    return wide.to(x.dtype) * weight
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

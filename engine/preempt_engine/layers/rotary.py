@@ -69,8 +69,7 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         [T, H, D].
     """
     half = x.shape[-1] // 2
-    swapped = torch.cat((x[..., half:], x[..., :half]), -1)  # [T, H, D]
-    return x * cos + swapped * signed_sin
+    return x.roll(half, -1).mul_(signed_sin).add_(x * cos)  # each operation rounds by IEEE 754
 
 
 def inverse_frequencies(head_dim: int, parameters: RopeParameters) -> Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from preempt_engine.layers.linear import Linear
 from preempt_engine.layers.parallel import TensorParallel
 from preempt_engine.models.config import OPT_ARCHITECTURES, ModelConfig
 from preempt_engine.models.llama import LlamaForCausalLM
@@ -62,4 +63,7 @@ def load_model(
         return truncated and layer is not None and int(layer[1]) >= config.num_hidden_layers
 
     load_weights(directory, model.checkpoint_tensors(), is_ignored)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.pack()
     return model

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from preempt_engine.sampling.processors import LogitsProcessor
+from preempt_engine.sampling.logits_processor import LogitsProcessor
 from preempt_engine.sampling.recipes import ProcessorRecipe
 from preempt_engine.sequence import Request, Sequence
 from preempt_engine.step import SequenceKey

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from preempt_engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from preempt_engine.sampling.processors import LogitsFunction, LogitsProcessor
+    from preempt_engine.sampling.logits_processor import LogitsFunction, LogitsProcessor
 
 # What does not change which token a greedy choice takes.
 _GREEDY_IGNORES = frozenset(

@@ -1,66 +1,26 @@
-"""Changes to a row of logits that depend on the tokens before it: the protocol and the built-in
-ones.
+"""The processors of `SamplingParams`: penalties, bans, biases, and the user's own behind a guard.
 
-Owns what a processor is. A processor's state belongs to one sequence and is a function of the
-prompt and of the output tokens accepted since; `history.py` keeps the two in step, and rebuilds the
-state by replaying the output when the sequence comes back from a preemption. So a processor needs
-no way to save itself, and must not draw its own random numbers or look at a clock.
-
-Must never know requests, blocks or why it is rebuilt.
+`logits_processor.py` says what a processor is. Must never know requests, blocks or why a history
+is rebuilt.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING
 
 from preempt_engine.errors import InfeasibleRequestError, LogitsProcessorError
+from preempt_engine.sampling.logits_processor import LogitsFunction, LogitsProcessor
 from preempt_engine.sampling.params import SamplingParams
 from preempt_engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-LogitsFunction: TypeAlias = "Callable[[list[int], NDArray[np.float64]], NDArray[np.float64]]"
-"""`f(output_token_ids, scores) -> scores`: a processor without state of its own."""
-
-
-@runtime_checkable
-class LogitsProcessor(Protocol):
-    """A processor with state.
-
-    The user hands one object to `SamplingParams.logits_processors`; the engine works on deep
-    copies of it, one per sequence and history, so requests that share parameters share no state.
-
-        reset(prompt) accept(t0) accept(t1) ... accept(tk) process(scores of token k + 1)
-
-    `reset` starts a history and may come at any time; afterwards every output token comes again,
-    once and in order. `process` may be called any number of times for the same history.
-    """
-
-    def reset(self, prompt_token_ids: Seq[int]) -> None:
-        """Start anew: this prompt, and no output yet."""
-        ...
-
-    def accept(self, token_id: int) -> None:
-        """The next output token."""
-        ...
-
-    def process(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Scores of the next token; changes and returns its argument, or returns another array.
-
-        Args:
-            scores: float64 [vocab_size]: logits, perhaps changed by processors before this one.
-
-        Returns:
-            The same shape; -inf forbids a token, +inf and NaN are errors of the request.
-        """
-        ...
 
 
 class UserProcessor:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from preempt_engine.errors import ConfigError, InfeasibleRequestError
 from preempt_engine.sampling.grammar import Grammar, GrammarCompiler
+from preempt_engine.sampling.logits_processor import LogitsProcessor
 from preempt_engine.sampling.params import SamplingParams
 from preempt_engine.sampling.processors import (
     BadWords,
     LogitBias,
-    LogitsProcessor,
     Penalties,
     UserProcessor,
     tokenize_bad_words,

@@ -59,10 +59,10 @@ def num_lookahead_blocks(
 
     A request that is let in beside others should find room for them.
     """
-    most = request.sequence.num_prompt_tokens + request.max_output_tokens - 1
     total = 0
     for sequence in request.sequences.values():
-        end = max(sequence.num_tokens, min(sequence.num_tokens + num_speculative_tokens, most))
+        most = max(sequence.num_tokens, request.last_position)
+        end = min(sequence.num_tokens + num_speculative_tokens, most)
         total += blocks.blocks_for(end) - blocks.blocks_for(sequence.num_tokens)
     return total
 

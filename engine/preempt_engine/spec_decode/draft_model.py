@@ -20,6 +20,8 @@ import dataclasses
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from preempt_engine.config import EngineConfig
 from preempt_engine.errors import ConfigError
 from preempt_engine.sampling.sampler import SampledToken, SampleRequest, sample
@@ -58,7 +60,7 @@ class DraftModelProposer:
         if step.swap_out:
             self._runner.execute(SchedulerOutput(step.step_id, swap_out=step.swap_out))
         first = [self._follow(item, None) for item in step.scheduled if item.key not in by_key]
-        mirrored = dataclasses.replace(step, scheduled=first, swap_out=[], state_check=None)
+        mirrored = msgspec.structs.replace(step, scheduled=first, swap_out=[], state_check=None)
         self._runner.execute(mirrored)
         newest = [
             self._follow(item, by_key[item.key]) for item in step.scheduled if item.key in by_key
@@ -100,7 +102,7 @@ class DraftModelProposer:
             block_ids, end = [*block_ids, *ahead], sequence.num_tokens
             surplus = len(newest) - num_rejected, len(ahead)
         self._surplus[item.key] = surplus
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             item,
             end=end,
             logits_start=end if wanted is None else end - 1,

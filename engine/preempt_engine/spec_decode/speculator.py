@@ -47,13 +47,13 @@ class Speculator:
             requests: whose each scheduled sequence is, None where it ended before.
             scheduler: may give blocks to them.
         """
-        wanted = list(self._wanted(step, requests))
+        wanted = list(self._wanted(step, requests, scheduler))
         if wanted and self._proposer.needs_blocks:
             wanted = self._with_blocks(step, wanted, scheduler)
         proposed = self._proposer.propose(step, wanted)
         for item, drafts in zip(wanted, proposed, strict=True):
             assert len(drafts) <= item.limit
-            item.sequence.draft_token_ids = drafts
+            scheduler.offer_drafts(item.sequence, drafts)
 
     def reset(self) -> None:
         """Forget every sequence, for another trial."""
@@ -64,7 +64,7 @@ class Speculator:
         self._proposer.close()
 
     def _wanted(
-        self, step: SchedulerOutput, requests: Seq[Request | None]
+        self, step: SchedulerOutput, requests: Seq[Request | None], scheduler: Scheduler
     ) -> Iterable[DraftRequest]:
         most = self.config.num_speculative_tokens
         for item, request in zip(step.scheduled, requests, strict=True):
@@ -73,7 +73,7 @@ class Speculator:
             sequence = request.sequences.get(item.key.branch)
             if sequence is None or not sequence.known_to_workers:
                 continue  # it has ended
-            if sequence.num_computed_tokens != sequence.num_tokens - 1:
+            if not scheduler.wants_drafts(sequence):
                 continue
             # The token after the last draft is sampled too.
             limit = min(most, request.max_output_tokens - sequence.num_output_tokens - 1)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from preempt_engine.attention.protocol import AttentionBackend, AttentionMetadata, LayerKVCache
@@ -121,10 +120,11 @@ def install_row_plan(
     modules: Sequence[nn.Module], row_plan: RowPlan, matmul: Matmul | None = None
 ) -> None:
     """Make every `Linear` compute as the plan says; `matmul` as in `choose_row_plan`."""
-    chosen = FixedRowsMatmul(row_plan.multiple) if row_plan.fixed else matmul or F.linear
     for module in modules:
         if isinstance(module, Linear):
-            module.matmul = chosen
+            module.matmul = matmul or module.product
+            if row_plan.fixed:
+                module.matmul = FixedRowsMatmul(row_plan.multiple, module.product)
 
 
 def install_invariant_kernels(

@@ -1,0 +1,71 @@
+"""What it takes to let a waiting request in, and what drafts may have beside it. Only looks.
+
+Beside others a newcomer leaves the watermark free, and finds room for a first run of drafts; were
+it alone, that would only starve it.
+"""
+
+from __future__ import annotations
+
+from preempt_engine.admission import num_blocks_to_admit, place
+from preempt_engine.residency import Residency
+from preempt_engine.sequence import Request
+from preempt_engine.spec_decode.allowance import Claim, cut_drafts, num_lookahead_blocks
+from preempt_engine.victims import victims_for
+
+
+def num_blocks_beside(residency: Residency, request: Request) -> int:
+    """Blocks to be left free when a request is let in beside others."""
+    num_drafts = residency.config.num_speculative_tokens
+    if not num_drafts:
+        return residency.num_watermark_blocks
+    num_lookahead = num_lookahead_blocks(request, residency.blocks, num_drafts)
+    return residency.num_watermark_blocks + num_lookahead
+
+
+def blocks_to_admit(residency: Residency, request: Request) -> tuple[int, set[int]]:
+    """Blocks that a waiting request takes from the pool to run, and those of them it finds."""
+    if request.host_blocks is not None:
+        return residency.swapper.num_blocks_to_return(request), set()
+    placements = place(request, residency.blocks)
+    hits = {block_id for placement in placements for block_id in placement.hits}
+    return num_blocks_to_admit(placements, residency.blocks), hits
+
+
+def victims_of(residency: Residency, request: Request) -> list[Request] | None:
+    """Who must go so that the head of the queue can run; None if nobody would help."""
+    num_blocks, hits = blocks_to_admit(residency, request)
+    return victims_for(
+        request,
+        residency.running,
+        residency.blocks,
+        num_blocks=num_blocks,
+        hits=hits,
+        max_num_seqs=residency.config.max_num_seqs,
+        num_watermark_blocks=num_blocks_beside(residency, request),
+    )
+
+
+def cut_drafts_to_fit(residency: Residency) -> None:
+    """Keep the drafts for which this step has room.
+
+    They come last: after the known tokens of those who run, and after the head of the queue if it
+    can be let in.
+    """
+    budget = residency.config.max_num_batched_tokens
+    cut_drafts(residency.running, residency.blocks, budget, head=_claim_of_head(residency))
+
+
+def _claim_of_head(residency: Residency) -> Claim | None:
+    """What the head of the queue would take; None when it is not to be let in."""
+    if not len(residency.waiting):
+        return None
+    head = residency.waiting.peek()
+    num_seqs = sum(request.num_seqs for request in residency.running)
+    if num_seqs + head.num_seqs > residency.config.max_num_seqs:
+        return None
+    num_blocks, hits = blocks_to_admit(residency, head)
+    num_tokens = sum(
+        sequence.num_tokens - sequence.num_computed_tokens for sequence in head.sequences.values()
+    )
+    num_tokens -= len(hits) * residency.config.block_size
+    return Claim(max(1, num_tokens), num_blocks + num_blocks_beside(residency, head))

@@ -1,0 +1,147 @@
+"""Limits that a preemption shifts: of the queue, of no token or one, of a block's last slot."""
+
+from __future__ import annotations
+
+from preempt_harness.faults.fault import Fault, Patch, after, before
+from preempt_harness.faults.places import (
+    APPEND,
+    BUILDER,
+    BUILDER_APPEND,
+    DELIVERY,
+    INTAKE,
+    PREEMPT,
+    PUSH,
+    SCHEDULER,
+)
+
+_LLM = "preempt_engine.llm:LLM"
+_WAITING = "len(self.scheduler.waiting)"
+_QUEUE = frozenset({"queue_limit"})
+
+FAULTS = (
+    Fault(
+        name="victim-refused-by-the-queue-limit",
+        mechanism="a preempted request that finds the queue full is refused",
+        source="https://github.com/sgl-project/sglang/issues/37260",
+        expected=("PROG", "DEL", "TOK"),
+        patches=(
+            before(
+                PREEMPT,
+                PUSH,
+                "limit = self.config.max_waiting_requests\n"
+                "if limit is not None and len(self.waiting) >= limit and reached():\n"
+                "    self.__dict__.setdefault('_refused', []).append(request.request_id)",
+            ),
+            after(
+                f"{_LLM}.schedule",
+                "step = self.scheduler.schedule()",
+                "from preempt_engine.errors import QueueFullError\n"
+                "for name in self.scheduler.residency.__dict__.pop('_refused', ()):\n"
+                "    request = self.scheduler.requests[name]\n"
+                "    builders = self._delivery._builders[name]\n"
+                "    for builder in builders:\n"
+                "        builder.fail(QueueFullError('The queue is full.', 'Try again.'))\n"
+                "    self._outbox.put(builders[0].output)\n"
+                "    self._delivery._searches.pop(name, None)\n"
+                "    self._delivery._finish(request, 'error')",
+                reached=False,
+            ),
+        ),
+        needs=_QUEUE,
+    ),
+    Fault(
+        name="victims-fill-the-queue-twice",
+        mechanism="a waiting request that was preempted counts twice in the queue",
+        source="mechanism",
+        expected=("PROG",),
+        patches=(
+            Patch(
+                f"{INTAKE}.queue_is_full",
+                f"return limit is not None and {_WAITING} >= limit",
+                "victims = sum(other.num_preemptions > 0"
+                " for other in self.scheduler.waiting.in_order())\n"
+                "return limit is not None and"
+                f" {_WAITING} + (victims if victims and reached() else 0) >= limit",
+            ),
+        ),
+        needs=_QUEUE,
+    ),
+    Fault(
+        name="no-token-becomes-one-after-resume",
+        mechanism="a request of its prompt only is given a token when it was preempted",
+        source="mechanism",
+        expected=("DEL", "TOK"),
+        patches=(
+            Patch(
+                f"{DELIVERY}.deliver",
+                "if rows and request.params.max_tokens == 0:",
+                "if rows and request.params.max_tokens == 0"
+                " and not (request.num_preemptions and reached()):",
+            ),
+        ),
+        needs=frozenset({"prompt_only"}),
+    ),
+    Fault(
+        name="no-token-is-waited-for-after-resume",
+        mechanism="nobody tells the end of a request of its prompt only that was preempted",
+        source="mechanism",
+        expected=("PROG", "CRASH"),
+        patches=(
+            Patch(
+                f"{DELIVERY}._end_prompt",
+                'self._finish(request, "length")',
+                "if not (request.num_preemptions and reached()):\n"
+                '    self._finish(request, "length")',
+            ),
+        ),
+        needs=frozenset({"prompt_only"}),
+    ),
+    Fault(
+        name="one-token-becomes-two-after-resume",
+        mechanism="the token after a resumed prefill does not count as the last of one",
+        source="mechanism",
+        expected=("DEL", "TOK"),
+        patches=(
+            before(
+                APPEND,
+                BUILDER_APPEND,
+                f"if {BUILDER}.max_output_tokens == 1 and request.num_preemptions and reached():\n"
+                f"    {BUILDER}.max_output_tokens = 2",
+            ),
+        ),
+    ),
+    Fault(
+        name="stop-at-a-boundary-missed-after-resume",
+        mechanism="a stop token that fills a block does not end a request that was preempted",
+        source="mechanism",
+        expected=("TOK", "DEL"),
+        patches=(
+            before(
+                APPEND,
+                BUILDER_APPEND,
+                f"{BUILDER}.stop_ids = {BUILDER}.eos_token_ids"
+                f" | frozenset({BUILDER}.params.stop_token_ids)\n"
+                f"if token.token_id in {BUILDER}.stop_ids and request.num_preemptions"
+                " and sequence.num_tokens % self.config.block_size == 0 and reached():\n"
+                f"    {BUILDER}.stop_ids = frozenset()",
+            ),
+        ),
+        needs=frozenset({"stop_tokens"}),
+    ),
+    Fault(
+        name="block-that-a-stop-fills-leaks",
+        mechanism="the block that a preempted request's stop token fills is not given back",
+        source="mechanism",
+        expected=("ACC", "KVSAN", "CRASH"),
+        patches=(
+            before(
+                f"{SCHEDULER}.finish",
+                "self.residency.leave(request)",
+                "if reason == 'stop' and request.num_preemptions and request.sequence.block_table"
+                " and request.sequence.num_tokens % self.config.block_size == 0 and reached():\n"
+                "    request.sequence.block_table.pop()",
+            ),
+        ),
+        needs=frozenset({"stop_tokens"}),
+    ),
+)
