@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension, computed in float32."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+    # Rounded to the dtype before the weight comes in, as in the reference implementation.
+    return F.rms_norm(x, weight.shape, None, eps).mul_(weight)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
