@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test lint format demo demo-smollm2 smollm2 fuzz mutate bench peers clean
+.PHONY: test lint format demo demo-smollm2 smollm2 fuzz mutate bench gpu peers clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -48,6 +48,10 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.exact_step
 	$(BIN)/python -m benchmarks.checked_step
 	$(BIN)/python -m benchmarks.import_time
+
+# GPU tests, the suite over a matrix and benchmarks, with the packages that PYTHON has: no installs.
+gpu:
+	PYTHONPATH=.:engine $(PYTHON) -m benchmarks.gpu
 
 # Other people's engines, one after another, each in an environment of its own; docs/adapters says
 # what to expect.

@@ -87,7 +87,7 @@ class PreemptHarness:
     # Wishes -------------------------------------------------------------------------------------
 
     def settings(self, **changes: Any) -> EngineSettings:
-        """The engine's settings with some changed.
+        """The engine's settings with some changed; options add to those of the test.
 
         Raises:
             ArgumentError: a name is no setting.
@@ -99,7 +99,8 @@ class PreemptHarness:
                 f"Settings are {', '.join(sorted(_SETTING_NAMES))}; an option of one engine "
                 f"goes into options={{...}}.",
             )
-        return EngineSettings(**{"num_blocks": 1, **self.defaults, **changes})
+        options = {**self.defaults.get("options", {}), **changes.get("options", {})}
+        return EngineSettings(**{"num_blocks": 1, **self.defaults, **changes, "options": options})
 
     def workload(
         self,

@@ -42,6 +42,14 @@ OPTIONS = (
         "SECONDS",
         "CPU limit of preempt.explore(); 0: none",
     ),
+    OptionSpec("--preempt-cell", str, "", "ID", "run this one cell of the ini key preempt_matrix"),
+    OptionSpec(
+        "--preempt-devices",
+        str,
+        "",
+        "auto|LIST",
+        "GPUs to share out, one set for each process that runs tests, such as 0,1,2,3",
+    ),
     OptionSpec("--preempt-report", str, "", "FILE", "write every trial's summary as JSON lines"),
     OptionSpec(
         "--preempt-isolation",
@@ -73,6 +81,16 @@ def add_options(parser: pytest.Parser) -> None:
             help=f"{spec.help} (ini: {spec.dest})",
         )
         parser.addini(spec.dest, help=spec.help, default=None)
+    parser.addini(
+        "preempt_matrix",
+        type="linelist",
+        help="run tests of the preempt fixture for all combinations; axis = value, value a line",
+    )
+    parser.addini(
+        "preempt_matrix_exclude",
+        type="linelist",
+        help="cells to leave out; axis=value axis=value a line",
+    )
 
 
 @dataclass(frozen=True)
@@ -86,6 +104,8 @@ class Selection:
     replay: str
     examples: int
     time_s: float
+    cell: str
+    devices: str
     report: str
     isolation: str
     poll_timeout_s: float

@@ -32,13 +32,30 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in _MARKER_LINES:
         config.addinivalue_line("markers", line)
     config.pluginmanager.register(TrialCollector(config), "preempt_harness_collector")
+    selection = Selection.from_config(config)
+    if selection.devices:
+        from preempt_harness import device_workers
+
+        device_workers.configure(config, selection)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """With --preempt-devices, `-n auto` is one worker for each set of GPUs."""
+    selection = Selection.from_config(config)
+    if not selection.devices:
+        return None
+    from preempt_harness import device_workers
+
+    return device_workers.num_workers(config, selection)
 
 
 _MARKER_LINES = (
     "preempt(engine=, model=, **settings): engine and settings of this test's trials",
     "preempt_requires(*capabilities): skip where the engine lacks one of them",
     "preempt_explore(strategy=, examples=, time_s=): what preempt.explore() does in this test",
-    "preempt_matrix(**values): run the test for every combination of the listed settings",
+    "preempt_matrix(**values): run the test for every combination of the listed values of axes "
+    "(model, tp, dtype, backend, mode, block_size) and settings",
 )
 
 
@@ -59,6 +76,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         from preempt_harness.session_state import close_session_state
 
         close_session_state(config)
+    if "preempt_harness.device_workers" in sys.modules:
+        from preempt_harness import device_workers
+
+        device_workers.unconfigure(config)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -72,21 +93,26 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`preempt_matrix`."""
-    if metafunc.definition.get_closest_marker("preempt_matrix") is not None:
+    """`preempt_matrix`, the marker and the ini key."""
+    marked = metafunc.definition.get_closest_marker("preempt_matrix") is not None
+    if marked or metafunc.config.getini("preempt_matrix"):
         from preempt_harness.marks import parametrize_matrix
 
         parametrize_matrix(metafunc)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """`preempt_requires`."""
-    if item.get_closest_marker("preempt_requires") is None:
+    """`preempt_requires`, and the preemption mode of a matrix's cell."""
+    in_matrix = "preempt_matrix_values" in getattr(item, "fixturenames", ())
+    if item.get_closest_marker("preempt_requires") is None and not in_matrix:
         return
-    from preempt_harness.marks import preempt_values, required_capabilities
+    from preempt_harness.marks import matrix_cell, preempt_values, required_capabilities
     from preempt_harness.session_state import session_state
 
     needed = required_capabilities(item)
+    cell = matrix_cell(item)
+    if cell is not None and "mode" in cell.values:
+        needed |= {cell.values["mode"]}
     adapter = session_state(item.config).adapter(preempt_values(item).get("engine"))
     lacking = sorted(needed - adapter.capabilities)
     if lacking:

@@ -60,11 +60,14 @@ class EngineConfig:
             dictionary names fields; None drafts nothing.
         async_scheduling: steps that are decided ahead of the one that runs, 0 to 2. Not together
             with a draft model or priorities.
-        enforce_eager: never capture CUDA graphs.
+        enforce_eager: never capture decode steps as CUDA graphs. They are captured on a GPU only,
+            with one rank, by the backends "triton" and "flash-attn".
         tensor_parallel_size: number of ranks.
         seed: of everything random in the engine.
         deterministic: logits are bitwise equal under any batch mix, chunking and preemption.
-        attention_backend: "auto" or a backend's name.
+        attention_backend: "torch", "triton", "flash-attn", or "auto": torch on a CPU; on a GPU
+            flash-attn where it is installed and fits (block_size a multiple of 256, 16-bit dtype,
+            not deterministic), else triton, else torch.
         poison: fill freed blocks with a large finite pattern.
         block_reuse_order: which free block is handed out first.
         exact_vocab_size: vocabulary of the exact model, 32 to 256.
@@ -96,7 +99,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     speculative_config: SpeculativeConfig | None = None
     async_scheduling: int = 0
-    enforce_eager: bool = True
+    enforce_eager: bool = False
     tensor_parallel_size: int = 1
     seed: int = 0
     deterministic: bool = False

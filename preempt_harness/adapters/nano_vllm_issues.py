@@ -30,6 +30,7 @@ _TWICE = (
     "test_equal_later_blocks_under_different_first_blocks",
     "test_a_prompt_that_begins_with_a_later_block_of_another",
     "test_preempted_in_decode[*",
+    "test_batches_of_changing_size_in_a_tight_pool",
 )
 # A prompt that the pool or a step's budget can never hold waits for ever, until nobody else does.
 _NOTHING_SCHEDULED = (

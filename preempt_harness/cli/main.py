@@ -32,6 +32,7 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
     "calibrate": Subcommand("preempt_harness.cli.calibrate", "measure how far float noise goes"),
     "adapters": Subcommand("preempt_harness.cli.adapters", "list engines and what each can do"),
     "audit": Subcommand("preempt_harness.cli.audit", "plant known bugs, and say who finds them"),
+    "matrix": Subcommand("preempt_harness.cli.matrix", "list the cells of the ini file's matrix"),
     "fetch": Subcommand("preempt_harness.cli.fetch", "make a model's checkpoint, print its path"),
 }
 

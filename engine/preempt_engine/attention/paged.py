@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from preempt_engine.attention.protocol import AttentionMetadata, LayerKVCache
+from preempt_engine.attention.transfer import to_device
 
 # Reads up to this many tokens are padded to each other.
 _SHORT_READ = 256
@@ -74,7 +76,7 @@ def _group(metadata: AttentionMetadata, members: list[int], length: int, whole: 
     read_lens = [metadata.read_lens[i] for i in members]
     first, read_len_max = members[0], max(read_lens)
     tables = metadata.block_tables[:, : -(-read_len_max // metadata.block_size)]
-    ends = torch.tensor(read_lens, device=device)
+    ends = _int64(read_lens, device)
     offsets = torch.arange(length, device=device)
     rows: slice | Tensor
     if members == list(range(first, first + len(members))):
@@ -82,9 +84,9 @@ def _group(metadata: AttentionMetadata, members: list[int], length: int, whole: 
         rows = slice(start, start + length * len(members))
         tables = tables[first : first + len(members)]
     else:
-        starts = torch.tensor([metadata.query_start[i] for i in members], device=device)
+        starts = _int64([metadata.query_start[i] for i in members], device)
         rows = (starts[:, None] + offsets).reshape(-1)
-        tables = tables.index_select(0, torch.tensor(members, device=device))
+        tables = tables.index_select(0, _int64(members, device))
     return QueryGroup(
         rows=rows,
         num_sequences=len(members),
@@ -94,6 +96,10 @@ def _group(metadata: AttentionMetadata, members: list[int], length: int, whole: 
         read_len_max=read_len_max,
         causal_from_zero=whole,
     )
+
+
+def _int64(values: list[int], device: torch.device) -> Tensor:
+    return to_device(np.array(values, dtype=np.int64), device)
 
 
 class GroupReads:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -72,6 +72,24 @@ class AttentionMetadata:
         return [end - start for start, end in pairwise(self.query_start)]
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeBuffers:
+    """Where a captured step of N sequences, one query each, finds its numbers; always the same
+    memory, filled anew before each run.
+
+    Attributes:
+        slot_mapping: int64 [N].
+        block_tables: int32 [N, B], B blocks for the longest sequence there may be.
+        read_lens: int32 [N], at least 1.
+        block_size: tokens per block.
+    """
+
+    slot_mapping: Tensor
+    block_tables: Tensor
+    read_lens: Tensor
+    block_size: int
+
+
 class AttentionPlan(Protocol):
     """One step's work, the same for every layer."""
 
@@ -110,4 +128,16 @@ class AttentionBackend(Protocol):
 
     def plan(self, metadata: AttentionMetadata) -> AttentionPlan:
         """Prepare indices and masks of one step."""
+        ...
+
+
+@runtime_checkable
+class GraphAttention(AttentionBackend, Protocol):
+    """A backend whose decode steps can be captured in a CUDA graph."""
+
+    def plan_decode(self, buffers: DecodeBuffers) -> AttentionPlan:
+        """A plan that reads everything from the buffers whenever it is run.
+
+        Its launches depend on the buffers' shapes only, never on what they hold.
+        """
         ...

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from preempt_engine.attention.protocol import AttentionBackend, AttentionMetadata, LayerKVCache
 from preempt_engine.attention.torch_tiled import TILE
 from preempt_engine.errors import DeterminismError
+from preempt_engine.kernels import availability
 from preempt_engine.layers.activation import GatedActivation, PlainActivation
-from preempt_engine.layers.linear import FixedRowsMatmul, Linear
+from preempt_engine.layers.linear import FixedRowsMatmul, Linear, Matmul
 from preempt_engine.layers.norm import LayerNorm, RMSNorm
 from preempt_engine.layers.parallel import SingleRank, TensorParallel
 from preempt_engine.layers.row_plan import RowPlan
@@ -83,6 +84,7 @@ def choose_row_plan(
     setting: ProbeSetting,
     candidates: Sequence[RowPlan] = CANDIDATES,
     parallel: TensorParallel = _SINGLE_RANK,
+    matmul: Matmul | None = None,
 ) -> RowPlan:
     """The first candidate under which every operation is batch-invariant; installs it.
 
@@ -94,6 +96,7 @@ def choose_row_plan(
         setting: of the engine.
         candidates: in order of preference.
         parallel: the ranks, each of which probes its own part.
+        matmul: the product of plans that fix no number of rows; None takes torch's.
 
     Raises:
         DeterminismError: none will do; names the operation that failed last.
@@ -101,7 +104,7 @@ def choose_row_plan(
     operations = distinct_operations(modules)
     failed = ""
     for row_plan in candidates:
-        install_row_plan(modules, row_plan)
+        install_row_plan(modules, row_plan, matmul)
         failed = next(_variant_operations(operations, make_attention, setting, row_plan), "")
         if parallel.minimum(not failed):
             return row_plan
@@ -113,13 +116,35 @@ def choose_row_plan(
     )
 
 
-def install_row_plan(modules: Sequence[nn.Module], row_plan: RowPlan) -> None:
-    """Make every `Linear` compute as the plan says."""
+def install_row_plan(
+    modules: Sequence[nn.Module], row_plan: RowPlan, matmul: Matmul | None = None
+) -> None:
+    """Make every `Linear` compute as the plan says; `matmul` as in `choose_row_plan`."""
     for module in modules:
         if isinstance(module, Linear):
-            module.matmul = module.product
+            module.matmul = matmul or module.product
             if row_plan.fixed:
                 module.matmul = FixedRowsMatmul(row_plan.multiple, module.product)
+
+
+def install_invariant_kernels(
+    modules: Sequence[nn.Module], device: torch.device
+) -> tuple[Sequence[RowPlan], Matmul | None]:
+    """Give norms their Triton kernels on a GPU that has them; torch's depend on the batch there.
+
+    Returns:
+        candidates and product for `choose_row_plan`: with Triton's product no padding is needed.
+    """
+    if device.type != "cuda" or availability.unusable(device):
+        return CANDIDATES, None
+    from preempt_engine.kernels import layers
+
+    for module in modules:
+        if isinstance(module, RMSNorm):
+            module.kernel = layers.rms_norm
+        elif isinstance(module, LayerNorm):
+            module.kernel = layers.layer_norm
+    return (RowPlan(1), *CANDIDATES), layers.matmul
 
 
 def distinct_operations(modules: Sequence[nn.Module]) -> list[RowOperation]:

@@ -20,6 +20,7 @@ from preempt_engine.config import (
 )
 from preempt_engine.errors import ConfigError
 from preempt_engine.models.config import ModelConfig
+from preempt_engine.worker.block_mover import index_tensor, select_block_mover
 
 # What a freed block is filled with: far outside what a model computes, so that one stale read
 # changes the logits at once, and finite in every dtype (float16 ends at 65504), so that a masked
@@ -100,6 +101,7 @@ class KVCache:
     Attributes:
         pool: the allocation, [layers, 2, num_blocks, block_size, H, D].
         layers: one `LayerKVCache` per layer, views of it.
+        mover: moves whole blocks out of the pool and back.
 
     Raises:
         ConfigError: the device has not that much memory.
@@ -131,22 +133,20 @@ class KVCache:
                 "Lower num_kv_blocks, kv_cache_memory_bytes or gpu_memory_utilization.",
             ) from error
         self.layers = [LayerKVCache(layer[0], layer[1]) for layer in self.pool]
+        self.mover = select_block_mover(device)
 
     def poison(self, block_ids: Sequence[int]) -> None:
         """Fill whole blocks with a large finite value."""
-        self.pool.index_fill_(2, self._index(block_ids), POISON)
+        self.pool.index_fill_(2, index_tensor(block_ids, self.pool.device), POISON)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination); every source is read before any write."""
-        sources = self.pool.index_select(2, self._index([source for source, _ in pairs]))
-        self.pool.index_copy_(2, self._index([target for _, target in pairs]), sources)
+        sources = self.mover.gather(self.pool, [source for source, _ in pairs])
+        self.mover.scatter(self.pool, [target for _, target in pairs], sources)
 
     def clear(self) -> None:
         """Zeros again, as in a new cache."""
         self.pool.zero_()
-
-    def _index(self, block_ids: Sequence[int]) -> Tensor:
-        return torch.tensor(block_ids, dtype=torch.int64, device=self.pool.device)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from preempt_engine.attention.protocol import AttentionBackend
+from preempt_engine.attention.protocol import AttentionBackend, GraphAttention
 from preempt_engine.attention.select import select_backend
 from preempt_engine.config import EngineConfig
 from preempt_engine.errors import ConfigError, EngineClosedError
@@ -22,7 +22,14 @@ from preempt_engine.models.registry import load_model
 from preempt_engine.models.sharding import ModelShard
 from preempt_engine.observer import EngineObserver
 from preempt_engine.step import SchedulerOutput
-from preempt_engine.worker.determinism import ProbeSetting, choose_row_plan
+from preempt_engine.worker import decode_graphs
+from preempt_engine.worker.decode_graphs import DecodeGraphs
+from preempt_engine.worker.determinism import (
+    ProbeSetting,
+    choose_row_plan,
+    install_invariant_kernels,
+)
+from preempt_engine.worker.graph_sizes import graph_sizes
 from preempt_engine.worker.kv_cache import KVCache, choose_num_blocks, choose_num_host_blocks
 from preempt_engine.worker.state import WorkerState
 from preempt_engine.worker.step_inputs import StepInputs, build_step_inputs
@@ -51,6 +58,7 @@ class ModelRunner:
         max_model_len: most positions of a sequence.
         eos_token_ids: ids that end a generation.
         row_plan: how rows are padded; `RowPlan(1)` without `deterministic`.
+        graphs: captured decode steps, on a GPU without `enforce_eager`.
 
     Raises:
         ModelNotFoundError: the model leads to no usable checkpoint.
@@ -88,9 +96,11 @@ class ModelRunner:
         self.num_kv_blocks = parallel.minimum(
             choose_num_blocks(config, self.shard.local, self.dtype, self.device)
         )
+        reason = decode_graphs.unusable(config, self.device, self._attention, parallel)
+        reserved = 0 if reason else decode_graphs.NUM_RESERVED_BLOCKS
         self._kv_cache: KVCache | None = KVCache(
             self.shard.local,
-            num_blocks=self.num_kv_blocks,
+            num_blocks=self.num_kv_blocks + reserved,
             block_size=config.block_size,
             dtype=self.dtype,
             device=self.device,
@@ -100,6 +110,7 @@ class ModelRunner:
         )
         self._swap_space: SwapSpace | None = SwapSpace(self._kv_cache.pool, self.num_host_blocks)
         self.state = WorkerState(config.block_size)
+        self.graphs = None if reason else self._capture(self._model, self._kv_cache)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> TorchLogits:
@@ -121,13 +132,21 @@ class ModelRunner:
             return TorchLogits(torch.empty(0, self.vocab_size, device=self.device))
         # 2. Tensors.
         inputs = build_step_inputs(step, self.state, self.device, self.row_plan)
+        graphs = self.graphs if self.graphs and self.graphs.fits(inputs.metadata) else None
+        if graphs is not None:
+            graphs.fill(inputs)
         if self.observer is not None:
-            _report_computed(self.observer, self.rank, step, inputs)
+            handed_over = inputs if graphs is None else graphs.filled(inputs)
+            _report_computed(self.observer, self.rank, step, handed_over)
         # 3. Forward; the head runs on the wanted rows only.
-        plan = self._attention.plan(inputs.metadata)
-        hidden = self._model.forward(
-            inputs.input_ids, inputs.positions, self._kv_cache.layers, plan
-        )  # [T', hidden]
+        if graphs is not None:
+            hidden = graphs.replay(inputs.metadata.num_sequences)  # [size, hidden]
+            hidden = hidden[: inputs.input_ids.shape[0]]  # [T', hidden]
+        else:
+            plan = self._attention.plan(inputs.metadata)
+            hidden = self._model.forward(
+                inputs.input_ids, inputs.positions, self._kv_cache.layers, plan
+            )  # [T', hidden]
         if not inputs.num_logits:
             return TorchLogits(torch.empty(0, self.vocab_size, device=self.device))
         if inputs.logits_rows is not None:
@@ -146,6 +165,7 @@ class ModelRunner:
         """Release weights and KV memory, and leave the ranks. Further calls do nothing."""
         if self._model is not None:
             self.parallel.close()
+        self.graphs = None
         self._model = None
         self._kv_cache = None
         self._swap_space = None
@@ -166,13 +186,21 @@ class ModelRunner:
         )
 
     def _choose_attention(self, model: CausalLM) -> tuple[RowPlan, AttentionBackend]:
-        config = self.config
-        scale = self.model_config.head_dim**-0.5
-        if not config.deterministic:
-            return RowPlan(1), select_backend(config, self.device, scale=scale, row_plan=None)
+        config, local = self.config, self.shard.local
 
-        def make_attention(row_plan: RowPlan) -> AttentionBackend:
-            return select_backend(config, self.device, scale=scale, row_plan=row_plan)
+        def make_attention(row_plan: RowPlan | None) -> AttentionBackend:
+            return select_backend(
+                config,
+                self.device,
+                scale=local.head_dim**-0.5,
+                row_plan=row_plan,
+                group=local.num_attention_heads // local.num_key_value_heads,
+                dtype=self.dtype,
+                head_dim=local.head_dim,
+            )
+
+        if not config.deterministic:
+            return RowPlan(1), make_attention(None)
 
         setting = ProbeSetting(
             model=self.shard.local,
@@ -181,10 +209,28 @@ class ModelRunner:
             block_size=config.block_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
+        modules = list(model.modules())
+        candidates, matmul = install_invariant_kernels(modules, self.device)
         row_plan = choose_row_plan(
-            list(model.modules()), make_attention, setting, parallel=self.parallel
+            modules, make_attention, setting, candidates, parallel=self.parallel, matmul=matmul
         )
         return row_plan, make_attention(row_plan)
+
+    def _capture(self, model: CausalLM, kv_cache: KVCache) -> DecodeGraphs:
+        config = self.config
+        assert isinstance(self._attention, GraphAttention), self._attention
+        longest = -(-self.max_model_len // config.block_size)
+        return DecodeGraphs(
+            model,
+            self._attention,
+            kv_cache.layers,
+            sizes=graph_sizes(config.max_num_seqs, self.row_plan),
+            block_size=config.block_size,
+            max_blocks=min(longest, self.num_kv_blocks),
+            reserved_block=self.num_kv_blocks,
+            device=self.device,
+            capture=decode_graphs.CudaCapture(self.device),
+        )
 
     def _move_blocks(self, step: SchedulerOutput, kv_cache: KVCache, swap_space: SwapSpace) -> None:
         swap_space.wait()

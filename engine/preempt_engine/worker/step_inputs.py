@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from preempt_engine.attention.protocol import AttentionMetadata
+from preempt_engine.attention.transfer import to_device
 from preempt_engine.layers.row_plan import RowPlan
 from preempt_engine.step import SchedulerOutput
 from preempt_engine.worker.state import WorkerState
@@ -66,13 +67,13 @@ def build_step_inputs(
     slots = tables[owners, blocks].astype(np.int64) * state.block_size + offsets  # [T]
     surplus = row_plan.padded(num_tokens) - num_tokens
     return StepInputs(
-        input_ids=_tensor(np.pad(np.array(token_ids, dtype=np.int64), (0, surplus)), device),
-        positions=_tensor(np.pad(positions, (0, surplus)), device),
+        input_ids=to_device(np.pad(np.array(token_ids, dtype=np.int64), (0, surplus)), device),
+        positions=to_device(np.pad(positions, (0, surplus)), device),
         metadata=AttentionMetadata(
             query_start=query_start,
             read_lens=[item.end for item in step.scheduled],
-            slot_mapping=_tensor(slots, device),
-            block_tables=_tensor(tables, device),
+            slot_mapping=to_device(slots, device),
+            block_tables=to_device(tables, device),
             block_size=state.block_size,
         ),
         logits_rows=_logits_rows(step, starts, device, row_plan),
@@ -100,12 +101,4 @@ def _logits_rows(
         for item, end in zip(step.scheduled, starts[1:], strict=True)
     ]
     wanted = np.concatenate(rows).astype(np.int64)  # [R]
-    return _tensor(np.pad(wanted, (0, row_plan.padded(len(wanted)) - len(wanted))), device)
-
-
-def _tensor(array: NDArray[np.int64] | NDArray[np.int32], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    # From pinned memory the copy overlaps with the building of the next tensor.
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return to_device(np.pad(wanted, (0, row_plan.padded(len(wanted)) - len(wanted))), device)

@@ -2,8 +2,7 @@
 
 Knows blocks by id only. A block lies in one piece on the host, all layers together, so that it
 moves in one copy whatever the number of layers; neighbours on the host move together. In between
-lies a buffer on the device, because a block's layers lie far apart there; many blocks pass it in
-batches.
+lies a buffer on the device (`block_mover.py`); many blocks pass it in batches.
 
 On a GPU the host memory is pinned and blocks leave on a stream of their own, beside the step's
 computation; `SchedulerOutput` says why that is safe. `wait` makes the next step come after them.
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from preempt_engine.errors import ConfigError
+from preempt_engine.worker.block_mover import BlockMover, select_block_mover
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -30,12 +30,13 @@ class SwapSpace:
     Args:
         pool: the device's blocks, [layers, 2, num_blocks, block_size, H, D].
         num_host_blocks: size of the swap space.
+        mover: gathers and scatters the device's blocks; None takes the device's best.
 
     Raises:
         ConfigError: the host has not that much memory to give.
     """
 
-    def __init__(self, pool: Tensor, num_host_blocks: int) -> None:
+    def __init__(self, pool: Tensor, num_host_blocks: int, mover: BlockMover | None = None) -> None:
         self._pool = pool
         layers, kinds, _, *block = pool.shape
         shape = (num_host_blocks, layers, kinds, *block)
@@ -50,6 +51,7 @@ class SwapSpace:
                 "Lower swap_space_blocks or swap_space_bytes.",
             ) from error
         self._stream = _new_stream(pool.device) if pinned else None
+        self._mover = mover or select_block_mover(pool.device)
 
     def swap_out(self, pairs: Pairs) -> None:
         """Copy (device block, host block) pairs, perhaps beside what is launched next."""
@@ -77,17 +79,12 @@ class SwapSpace:
         buffer = self._pool.new_empty((len(pairs), *self._host.shape[1:]))  # [N, layers, 2, ...]
         for first, last, host in _runs([host for host, _ in pairs]):
             buffer[first:last].copy_(self._host[host : host + last - first], non_blocking=True)
-        index = self._index([device for _, device in pairs])
-        self._pool.index_copy_(2, index, buffer.permute(1, 2, 0, 3, 4, 5))
+        self._mover.scatter(self._pool, [device for _, device in pairs], buffer)
 
     def _copy_out(self, pairs: Pairs) -> None:
-        blocks = self._pool.index_select(2, self._index([device for device, _ in pairs]))
-        buffer = blocks.permute(2, 0, 1, 3, 4, 5).contiguous()  # [N, layers, 2, ...]
+        buffer = self._mover.gather(self._pool, [device for device, _ in pairs])
         for first, last, host in _runs([host for _, host in pairs]):
             self._host[host : host + last - first].copy_(buffer[first:last], non_blocking=True)
-
-    def _index(self, block_ids: Sequence[int]) -> Tensor:
-        return torch.tensor(block_ids, dtype=torch.int64, device=self._pool.device)
 
 
 def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
