@@ -319,7 +319,7 @@ FAULTS = (
                 f"{_DRAFT_MODEL}.propose",
                 "mirrored = msgspec.structs.replace(",
                 "if step.block_copies and reached():\n"
-                "    step = dataclasses.replace(step, block_copies=[])",
+                "    step = msgspec.structs.replace(step, block_copies=[])",
             ),
         ),
         needs=_DRAFTS | {"parallel_sampling"},
