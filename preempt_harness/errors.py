@@ -1,6 +1,7 @@
 """Base of the errors that a user of the harness can cause: each says what happened and what to do.
 
-Imports nothing, so that every module may derive from it. Errors of one topic live in its module.
+Imports nothing, so that every module may derive from it. Errors of one topic live in its module;
+those that adapters and trials both raise are here.
 """
 
 from __future__ import annotations
@@ -21,3 +22,7 @@ class HarnessError(Exception):
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
         return type(self), (self.message, self.advice)
+
+
+class UnsupportedTrialError(HarnessError):
+    """A trial asks an engine for something that is not among its capabilities."""

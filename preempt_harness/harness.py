@@ -16,7 +16,7 @@ from preempt_harness.adapters import protocol
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, Session
 from preempt_harness.baseline import BaselineKind, BaselineStore, output_lengths, roomy_settings
 from preempt_harness.budget import KVBudget
-from preempt_harness.errors import HarnessError
+from preempt_harness.errors import HarnessError, UnsupportedTrialError
 from preempt_harness.evidence import gather_scores
 from preempt_harness.explore.from_tests import Exploration
 from preempt_harness.explore.search import SearchOutcome, TrialRunner
@@ -25,7 +25,7 @@ from preempt_harness.prompts import PromptSource
 from preempt_harness.record import TrialRecord
 from preempt_harness.result import TrialResult
 from preempt_harness.tolerances import ToleranceTable, shipped
-from preempt_harness.trial import Trial, UnsupportedTrialError, run_trial
+from preempt_harness.trial import Trial, run_trial
 from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
 
 _SETTING_NAMES = frozenset(EngineSettings.__struct_fields__)

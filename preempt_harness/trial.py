@@ -17,7 +17,7 @@ from preempt_harness import record
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.child import EngineProcessError
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, Session
-from preempt_harness.errors import HarnessError
+from preempt_harness.errors import UnsupportedTrialError
 from preempt_harness.plan import (
     AbortCommand,
     Command,
@@ -37,10 +37,6 @@ from preempt_harness.record import AnyEvent, Header, TrialRecord
 from preempt_harness.workload import Operation, Workload
 
 SessionOpener = Callable[[EngineSettings], Session]
-
-
-class UnsupportedTrialError(HarnessError):
-    """The trial asks the engine for something that is not among its capabilities."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):

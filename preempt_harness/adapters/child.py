@@ -23,6 +23,7 @@ from typing import IO
 import msgspec
 
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, Session, SessionInfo
+from preempt_harness.errors import UnsupportedTrialError
 from preempt_harness.record import AnyEvent, RequestResult, Score, SequenceOutput, TokensDelivered
 from preempt_harness.workload import RequestSpec
 
@@ -115,8 +116,6 @@ class ChildHost:
             UnsupportedTrialError: the engine says that it cannot honour the settings.
             EngineProcessError: the engine could not be built.
         """
-        from preempt_harness.trial import UnsupportedTrialError  # imports this module
-
         if self._process is None:
             self._start()
         try:

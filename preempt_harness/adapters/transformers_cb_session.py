@@ -20,8 +20,8 @@ from preempt_harness.adapters.transformers_cb_model import (
 )
 from preempt_harness.adapters.transformers_cb_names import engine_ids, finish_reason, stop_ids
 from preempt_harness.adapters.transformers_cb_observer import EVENT_NAMES, BatchObserver
+from preempt_harness.errors import UnsupportedTrialError
 from preempt_harness.record import AnyEvent, RequestResult, Score, SequenceOutput
-from preempt_harness.trial import UnsupportedTrialError
 from preempt_harness.workload import RequestSpec
 
 _STAND_IN = "preempt_harness stand-in"

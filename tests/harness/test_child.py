@@ -15,6 +15,7 @@ import pytest
 
 from preempt_harness.adapters.child import ChildHost, EngineProcessError
 from preempt_harness.adapters.protocol import EngineSettings
+from preempt_harness.errors import UnsupportedTrialError
 from preempt_harness.record import (
     AnyEvent,
     EngineError,
@@ -23,7 +24,7 @@ from preempt_harness.record import (
     StepLaunched,
     TrialRecord,
 )
-from preempt_harness.trial import Trial, UnsupportedTrialError, run_trial
+from preempt_harness.trial import Trial, run_trial
 from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
 from tests.plugin.conftest import ROOT, SOURCE_PATHS
 from tests.plugin.foreign_adapter import ForeignAdapter, ForeignSession

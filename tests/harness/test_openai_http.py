@@ -18,9 +18,9 @@ import pytest
 from preempt_harness.adapters.openai_answers import count_of
 from preempt_harness.adapters.openai_http import OpenAIHttpAdapter
 from preempt_harness.adapters.openai_server import ServerProcess, ServerStartError
+from preempt_harness.errors import UnsupportedTrialError
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.result import TrialResult
-from preempt_harness.trial import UnsupportedTrialError
 from preempt_harness.verdict import Verdict
 from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
 from tests.harness.fake_server import VOCAB_SIZE, next_token

@@ -17,10 +17,11 @@ from preempt_harness.adapters.transformers_cb_threaded import (
     ThreadedTransformersAdapter,
     ThreadedTransformersSession,
 )
+from preempt_harness.errors import UnsupportedTrialError
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.record import BlocksReplaced, Computed, Forked
 from preempt_harness.result import TrialResult
-from preempt_harness.trial import UnsupportedTrialError, run_trial
+from preempt_harness.trial import run_trial
 from preempt_harness.verdict import Verdict
 from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
 

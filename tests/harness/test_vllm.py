@@ -14,9 +14,9 @@ from preempt_harness.adapters import vllm_llm
 from preempt_harness.adapters.protocol import EngineSettings
 from preempt_harness.adapters.vllm import VllmAdapter
 from preempt_harness.adapters.vllm_llm import VllmEngineSession, engine_arguments
+from preempt_harness.errors import UnsupportedTrialError
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.record import AnyEvent, Preempted, TokensDelivered
-from preempt_harness.trial import UnsupportedTrialError
 from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
 from tests.harness.toy_engines import COUNTED_BEFORE, Spoil, ToyLLMEngine, toy_vllm
 

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from preempt_harness.adapters.embedded import EmbeddedAdapter
+from preempt_harness.errors import UnsupportedTrialError
 from preempt_harness.harness import ArgumentError, PreemptHarness
 from preempt_harness.result import (
     NotObservableError,
@@ -15,7 +16,6 @@ from preempt_harness.result import (
     TrialResult,
     VacuousTrialError,
 )
-from preempt_harness.trial import UnsupportedTrialError
 from preempt_harness.verdict import Verdict
 from tests.plugin.conftest import RunPytest
 
