@@ -31,7 +31,8 @@ from preempt_harness.baseline import (
 from preempt_harness.budget import KVBudget, NoPreemptingBudgetError
 from preempt_harness.checks import KVSan
 from preempt_harness.evidence import gather_scores
-from preempt_harness.explore.random_trials import random_settings, random_trial
+from preempt_harness.explore.random_settings import random_settings
+from preempt_harness.explore.random_trials import random_trial
 from preempt_harness.generators import random_workload
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.record import Preempted, TrialRecord

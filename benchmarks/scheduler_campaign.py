@@ -27,7 +27,8 @@ from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings
 from preempt_harness.adapters.registry import AdapterRegistry
 from preempt_harness.budget import KVBudget
 from preempt_harness.checks import run_checks
-from preempt_harness.explore.random_trials import random_settings, random_trial
+from preempt_harness.explore.random_settings import random_settings
+from preempt_harness.explore.random_trials import random_trial
 from preempt_harness.record import Preempted, StepLaunched, TrialRecord
 from preempt_harness.trial import Trial, run_trial
 from preempt_harness.workload import RequestSpec

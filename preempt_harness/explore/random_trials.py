@@ -1,7 +1,7 @@
 """Whole trials from a seed: settings, workload, budget and plan that suit an engine.
 
 No engine runs here. The generators aim (see `preempt_harness.generators`); this module combines
-them with settings and plans. The same seed gives the same trial.
+them with drawn settings and plans. The same seed gives the same trial.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 
@@ -17,6 +16,14 @@ from preempt_harness.adapters import protocol
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, KnowsOutputs
 from preempt_harness.admission import AdmissionModel
 from preempt_harness.budget import KVBudget
+from preempt_harness.explore.random_plans import ACTION_KINDS, random_plan
+from preempt_harness.explore.random_settings import (
+    predictable,
+    random_settings,
+    takes,
+    with_drafts,
+    with_steps_ahead,
+)
 from preempt_harness.explore.search import SearchOutcome, TrialRunner, search
 from preempt_harness.explore.strategy import SearchTask
 from preempt_harness.generators import (
@@ -26,40 +33,14 @@ from preempt_harness.generators import (
     random_workload,
     with_continuation,
 )
-from preempt_harness.plan import (
-    MODES,
-    Abort,
-    Action,
-    Anchor,
-    ComputedTokens,
-    Mode,
-    OutputTokens,
-    Preempt,
-    PreemptAll,
-    PreemptionPlan,
-    RandomPreempt,
-    Resume,
-    Squeeze,
-    Step,
-)
 from preempt_harness.trial import Trial
 from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
-
-_BLOCK_SIZES = (1, 2, 3, 4, 4, 4, 8, 16)
-_TOKEN_BUDGETS = (3, 7, 16, 64, 2048)
-_ANY_PROMPT = 1 << 16  # tokens; more than any drawn request has
-ACTION_KINDS = ("output", "computed", "resume", "all", "squeeze", "abort", "random")
-"""What a random plan is made of."""
 
 _TRIALS_PER_SEED = 1_000_000  # so that two seeds share no trial
 _MAX_SLACK = 4  # blocks above the smallest feasible pool
 _OUTGROWN = 0.1  # share of trials whose pool is smaller than that
 _GIANTS = 0.1  # of trials with a request that can never run
 _SHORT_MODELS = 0.15  # of trials in which max_model_len ends a request
-_PARALLEL = 0.03  # share of trials on two ranks: their start is slow
-_SMALL_SWAP_SPACE = 6  # blocks
-_AHEAD = 0.25  # share of the others in which steps are decided ahead
-_SPECULATIVE = 0.25  # share of trials in which tokens are drafted
 _LATER = 0.15  # share of trials with each of the later features
 _PREDICTABLE = 0.15  # of trials that the engine's admission model can be played over
 _UNPREDICTABLE = (
@@ -72,7 +53,6 @@ _UNPREDICTABLE = (
 )
 _CONTINUED = 0.25  # of trials in which a prompt goes on where another's output is
 _QUEUE_LIMITED = 0.1  # of trials in which few requests may wait
-_WATERMARKS = (0.0, 0.0, 0.0, 0.05, 0.3)
 
 
 def random_trial(
@@ -107,7 +87,7 @@ def random_trial(
         settings = with_steps_ahead(random.Random(f"{seed}/ahead"), settings, adapter)
     chosen = random_features(source, adapter) if features is None else list(features)
     if later and random.Random(f"{seed}/predictable").random() < _PREDICTABLE:
-        settings = _predictable(settings)
+        settings = predictable(settings)
         chosen = [name for name in chosen if name not in _UNPREDICTABLE]
         action_kinds = ()
     workload = random_workload(
@@ -153,7 +133,7 @@ def _limited(
         max_num_seqs=max(settings.max_num_seqs, branches),
         scheduling_policy="priority" if urgent else settings.scheduling_policy,
     )
-    if not _takes(adapter, settings, settings.speculative_config, settings.async_scheduling):
+    if not takes(adapter, settings, settings.speculative_config, settings.async_scheduling):
         settings = msgspec.structs.replace(settings, async_scheduling=0)
     longest = max(request.num_prompt_tokens for request in workload.requests)
     total = max(
@@ -218,107 +198,6 @@ def _with_giant(
     return msgspec.structs.replace(workload, requests=[*workload.requests, giant])
 
 
-def random_settings(source: random.Random, adapter: EngineAdapter, model: str) -> EngineSettings:
-    """Settings of which the engine can do everything; the block count is left at 1."""
-    able = adapter.capabilities
-    # The exact model needs no second device for its second rank.
-    parallel = protocol.TENSOR_PARALLEL in able and model == "exact"
-    options: dict[str, Any] = {}
-    if protocol.BLOCK_REUSE_ORDER in able:
-        options["block_reuse_order"] = source.choice(("fifo", "lifo", "random"))
-    if protocol.POISON in able:
-        options["poison"] = source.random() < 0.5
-    if protocol.STATE_CHECK in able:
-        options["debug_worker_state"] = source.random() < 0.5
-    if protocol.SWAP in able and source.random() < 0.3:
-        options["preemption_mode"] = "swap"
-        if source.random() < 0.5:
-            options["swap_space_blocks"] = source.randint(0, _SMALL_SWAP_SPACE)
-    return EngineSettings(
-        model=model,
-        num_blocks=1,
-        block_size=source.choice(adapter.block_sizes or _BLOCK_SIZES),
-        max_num_batched_tokens=(
-            source.choice(_TOKEN_BUDGETS) if protocol.CHUNKED_PREFILL in able else _ANY_PROMPT
-        ),
-        max_num_seqs=source.choice((1, 2, 4, 256)),
-        watermark=source.choice(_WATERMARKS) if protocol.WATERMARK in able else 0.0,
-        enable_prefix_caching=protocol.PREFIX_CACHING in able and source.random() < 0.6,
-        tensor_parallel_size=2 if parallel and source.random() < _PARALLEL else 1,
-        options=options,
-    )
-
-
-def with_drafts(
-    source: random.Random, settings: EngineSettings, adapter: EngineAdapter
-) -> EngineSettings:
-    """The settings, sometimes with tokens drafted ahead.
-
-    The engine's own model drafts, and a method that finds drafts in the text; for the exact model
-    also drafts of which a given share is right.
-    """
-    if protocol.SPECULATION not in adapter.capabilities or source.random() >= _SPECULATIVE:
-        return settings
-    exact = settings.model == "exact"
-    methods = ("ngram", "draft_model", "scripted") if exact else ("ngram",)
-    able = [name for name in methods if _takes(adapter, settings, _drafts_by(name))]
-    if not able:
-        return settings
-    method = source.choice(able)
-    drafts = _drafts_by(method, source.choice((1, 2, 3, 5)))
-    if method == "draft_model":
-        drafts["model"] = settings.model
-    if method != "ngram":
-        drafts["acceptance_rate"] = source.choice((0.0, 0.5, 0.9, 1.0, 1.0))
-    return msgspec.structs.replace(settings, speculative_config=drafts)
-
-
-def _drafts_by(method: str, count: int = 1) -> dict[str, Any]:
-    return {"method": method, "num_speculative_tokens": count}
-
-
-def _takes(
-    adapter: EngineAdapter, settings: EngineSettings, drafts: dict[str, Any] | None, ahead: int = 0
-) -> bool:
-    """Whether nothing is known that speaks against drafts and steps ahead."""
-    wanted = msgspec.structs.replace(settings, speculative_config=drafts, async_scheduling=ahead)
-    return protocol.refusal_of(adapter, wanted) is None
-
-
-def with_steps_ahead(
-    source: random.Random, settings: EngineSettings, adapter: EngineAdapter
-) -> EngineSettings:
-    """The settings, sometimes with steps decided ahead; not where a draft model drafts."""
-    able = protocol.ASYNC_SCHEDULING in adapter.capabilities
-    drafted_by = (settings.speculative_config or {}).get("method")
-    if not able or drafted_by == "draft_model" or source.random() >= _AHEAD:
-        return settings
-    depths = [depth for depth in (1, 2) if _takes(adapter, settings, None, depth)]
-    if not depths:
-        return settings
-    return msgspec.structs.replace(settings, async_scheduling=source.choice(depths))
-
-
-def random_plan(
-    source: random.Random,
-    workload: Workload,
-    adapter: EngineAdapter,
-    kinds: Sequence[str] = ACTION_KINDS,
-) -> PreemptionPlan:
-    """No action, or a few, each of which can be due in the workload."""
-    able = adapter.capabilities
-    modes: list[Mode] = [mode for mode in MODES if mode in able]
-    if protocol.PREEMPT not in able or not kinds or not modes or source.random() < 0.3:
-        return PreemptionPlan()
-    actions = [
-        _random_action(source, workload, source.choice(kinds), modes)
-        for _ in range(source.randint(1, 3))
-    ]
-    return PreemptionPlan(
-        action for action in actions if PreemptionPlan([action]).capabilities <= able
-    )
-
-
 def random_features(source: random.Random, adapter: EngineAdapter) -> list[str]:
     """Workload features; each is left out half of the time, and where the engine lacks it."""
     needs = {
@@ -356,18 +235,6 @@ def later_features(seed: int | str, adapter: EngineAdapter) -> list[str]:
         if random.Random(f"{seed}/{name}/chosen").random() < _LATER
         and needs.get(name, set()) <= adapter.capabilities
     ]
-
-
-def _predictable(settings: EngineSettings) -> EngineSettings:
-    """The settings without what an admission model does not play."""
-    options = {
-        name: value
-        for name, value in settings.options.items()
-        if name not in ("preemption_mode", "swap_space_blocks")
-    }
-    return msgspec.structs.replace(
-        settings, speculative_config=None, async_scheduling=0, options=options
-    )
 
 
 def _continued(
@@ -414,36 +281,6 @@ def _with_short_queue(
         msgspec.structs.replace(settings, max_waiting_requests=source.choice((1, 2, 3))),
         msgspec.structs.replace(workload, requests=spread),
     )
-
-
-def _random_action(
-    source: random.Random, workload: Workload, kind: str, modes: Sequence[Mode]
-) -> Action:
-    request = source.choice(workload.requests)
-    prompt, outputs = request.num_prompt_tokens, request.sampling.max_tokens
-    horizon = prompt + outputs
-    mode = source.choice(modes)
-    # Which of several branches a count would be of is not said; their steps are.
-    plain = request.sampling.num_sequences == 1
-    if kind == "output" and outputs > 1 and plain:
-        return Preempt(request.id, OutputTokens(source.randint(1, outputs - 1)), mode)
-    if kind == "computed" and horizon > 2 and plain:
-        return Preempt(request.id, ComputedTokens(source.randint(1, horizon - 2)), mode)
-    if kind in ("output", "computed"):
-        return Preempt(request.id, Step(source.randint(1, horizon)), mode)
-    if kind == "resume":
-        return Preempt(request.id, Resume(1), mode)
-    if kind == "all":
-        return PreemptAll(Step(source.randint(1, horizon)), mode)
-    if kind == "squeeze":
-        start = source.randint(0, horizon)
-        return Squeeze("all", start, start + source.randint(1, 8))
-    if kind == "abort":
-        anchors: list[Anchor] = [Resume(1), Step(source.randint(1, horizon))]
-        if horizon > 2 and plain:
-            anchors.append(ComputedTokens(source.randint(1, horizon - 2)))
-        return Abort(request.id, source.choice(anchors))
-    return RandomPreempt(0.1, source.randint(1, 6), source.randrange(1000), mode)
 
 
 class RandomTrials:

@@ -12,14 +12,9 @@ import random
 from collections.abc import Iterator
 
 from preempt_harness.adapters.protocol import EngineAdapter
-from preempt_harness.explore.random_trials import (
-    ACTION_KINDS,
-    random_features,
-    random_settings,
-    random_trial,
-    with_drafts,
-    with_steps_ahead,
-)
+from preempt_harness.explore.random_plans import ACTION_KINDS
+from preempt_harness.explore.random_settings import random_settings, with_drafts, with_steps_ahead
+from preempt_harness.explore.random_trials import random_features, random_trial
 from preempt_harness.explore.search import SearchOutcome, TrialRunner, search
 from preempt_harness.explore.strategy import SearchTask
 from preempt_harness.trial import Trial

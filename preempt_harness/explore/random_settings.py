@@ -1,0 +1,113 @@
+"""Settings from a seed that suit an engine: what it is capable of, and does not refuse."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+
+from preempt_harness.adapters import protocol
+from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings
+
+_BLOCK_SIZES = (1, 2, 3, 4, 4, 4, 8, 16)
+_TOKEN_BUDGETS = (3, 7, 16, 64, 2048)
+_ANY_PROMPT = 1 << 16  # tokens; more than any drawn request has
+_PARALLEL = 0.03  # share of trials on two ranks: their start is slow
+_SMALL_SWAP_SPACE = 6  # blocks
+_SPECULATIVE = 0.25  # share of trials in which tokens are drafted
+_AHEAD = 0.25  # share of the others in which steps are decided ahead
+_WATERMARKS = (0.0, 0.0, 0.0, 0.05, 0.3)
+
+
+def random_settings(source: random.Random, adapter: EngineAdapter, model: str) -> EngineSettings:
+    """Settings of which the engine can do everything; the block count is left at 1."""
+    able = adapter.capabilities
+    # The exact model needs no second device for its second rank.
+    parallel = protocol.TENSOR_PARALLEL in able and model == "exact"
+    options: dict[str, Any] = {}
+    if protocol.BLOCK_REUSE_ORDER in able:
+        options["block_reuse_order"] = source.choice(("fifo", "lifo", "random"))
+    if protocol.POISON in able:
+        options["poison"] = source.random() < 0.5
+    if protocol.STATE_CHECK in able:
+        options["debug_worker_state"] = source.random() < 0.5
+    if protocol.SWAP in able and source.random() < 0.3:
+        options["preemption_mode"] = "swap"
+        if source.random() < 0.5:
+            options["swap_space_blocks"] = source.randint(0, _SMALL_SWAP_SPACE)
+    return EngineSettings(
+        model=model,
+        num_blocks=1,
+        block_size=source.choice(adapter.block_sizes or _BLOCK_SIZES),
+        max_num_batched_tokens=(
+            source.choice(_TOKEN_BUDGETS) if protocol.CHUNKED_PREFILL in able else _ANY_PROMPT
+        ),
+        max_num_seqs=source.choice((1, 2, 4, 256)),
+        watermark=source.choice(_WATERMARKS) if protocol.WATERMARK in able else 0.0,
+        enable_prefix_caching=protocol.PREFIX_CACHING in able and source.random() < 0.6,
+        tensor_parallel_size=2 if parallel and source.random() < _PARALLEL else 1,
+        options=options,
+    )
+
+
+def with_drafts(
+    source: random.Random, settings: EngineSettings, adapter: EngineAdapter
+) -> EngineSettings:
+    """The settings, sometimes with tokens drafted ahead.
+
+    The engine's own model drafts, and a method that finds drafts in the text; for the exact model
+    also drafts of which a given share is right.
+    """
+    if protocol.SPECULATION not in adapter.capabilities or source.random() >= _SPECULATIVE:
+        return settings
+    exact = settings.model == "exact"
+    methods = ("ngram", "draft_model", "scripted") if exact else ("ngram",)
+    able = [name for name in methods if takes(adapter, settings, _drafts_by(name))]
+    if not able:
+        return settings
+    method = source.choice(able)
+    drafts = _drafts_by(method, source.choice((1, 2, 3, 5)))
+    if method == "draft_model":
+        drafts["model"] = settings.model
+    if method != "ngram":
+        drafts["acceptance_rate"] = source.choice((0.0, 0.5, 0.9, 1.0, 1.0))
+    return msgspec.structs.replace(settings, speculative_config=drafts)
+
+
+def _drafts_by(method: str, count: int = 1) -> dict[str, Any]:
+    return {"method": method, "num_speculative_tokens": count}
+
+
+def takes(
+    adapter: EngineAdapter, settings: EngineSettings, drafts: dict[str, Any] | None, ahead: int = 0
+) -> bool:
+    """Whether the engine is not known to refuse such drafts, and so many steps ahead."""
+    wanted = msgspec.structs.replace(settings, speculative_config=drafts, async_scheduling=ahead)
+    return protocol.refusal_of(adapter, wanted) is None
+
+
+def with_steps_ahead(
+    source: random.Random, settings: EngineSettings, adapter: EngineAdapter
+) -> EngineSettings:
+    """The settings, sometimes with steps decided ahead, where that goes with their drafts."""
+    able = protocol.ASYNC_SCHEDULING in adapter.capabilities
+    if not able or source.random() >= _AHEAD:
+        return settings
+    drafts = settings.speculative_config
+    depths = [depth for depth in (1, 2) if takes(adapter, settings, drafts, depth)]
+    if not depths:
+        return settings
+    return msgspec.structs.replace(settings, async_scheduling=source.choice(depths))
+
+
+def predictable(settings: EngineSettings) -> EngineSettings:
+    """The settings without what an admission model does not play."""
+    options = {
+        name: value
+        for name, value in settings.options.items()
+        if name not in ("preemption_mode", "swap_space_blocks")
+    }
+    return msgspec.structs.replace(
+        settings, speculative_config=None, async_scheduling=0, options=options
+    )
