@@ -139,7 +139,7 @@ def campaign(
 ) -> Counter[str]:
     """Run the trials of seeds [first, first + trials) and count."""
     counts: Counter[str] = Counter()
-    seconds: Counter[str] = Counter()
+    seconds = {"recorded": 0.0, "checked": 0.0}
     for seed in range(first, first + trials):
         trial = drawn_trial(seed, adapter, clean=clean)
         if verbose:

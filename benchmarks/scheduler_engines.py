@@ -177,8 +177,7 @@ class VllmEngine:
             max_num_seqs=case.running,
             max_num_batched_tokens=case.max_num_batched_tokens,
         )
-        options = {"async_scheduling": False}
-        config = vllm_engine.make_config(settings, case.max_model_len, options)
+        config = vllm_engine.make_config(settings, case.max_model_len)
         self._scheduler = vllm_engine.make_scheduler(config, settings)
         self._hasher = vllm_engine.block_hasher(BLOCK_SIZE)
         self._make_request = vllm_engine.make_request

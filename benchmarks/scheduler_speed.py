@@ -22,11 +22,13 @@ from unittest.mock import patch
 
 from benchmarks.measure import machine, median_ratio, paired, print_table
 from benchmarks.scheduler_campaign import drawn_trial
-from preempt_harness.adapters.nano_vllm_scheduler import NanoVllmSession
+from preempt_harness.adapters import nano_vllm_watch
+from preempt_harness.adapters.exact_workers import ExactWorkers
+from preempt_harness.adapters.nano_vllm_session import NanoVllmSession
 from preempt_harness.adapters.protocol import EngineAdapter
 from preempt_harness.adapters.registry import AdapterRegistry
-from preempt_harness.adapters.scheduler_loop import ExactWorkers, Log
-from preempt_harness.adapters.vllm_scheduler import VllmSession
+from preempt_harness.adapters.scheduler_log import Log
+from preempt_harness.adapters.vllm_session import VllmSession
 from preempt_harness.checks import run_checks
 from preempt_harness.record import AnyEvent, Preempted, StepLaunched
 from preempt_harness.trial import Trial, run_trial
@@ -64,9 +66,10 @@ def nothing_recorded() -> Iterator[None]:
     """Sessions of both adapters listen to nothing and record nothing meanwhile."""
     with ExitStack() as stack:
         for session in (NanoVllmSession, VllmSession):
-            stack.enter_context(patch.object(session, "_listen", _nothing))
             stack.enter_context(patch.object(session, "_record_pool", _nothing))
             stack.enter_context(patch(f"{session.__module__}.Log", _NoLog))
+        stack.enter_context(patch.object(nano_vllm_watch.SchedulerWatch, "_listen", _nothing))
+        stack.enter_context(patch("preempt_harness.adapters.vllm_watch.wrap", _nothing))
         stack.enter_context(patch.object(ExactWorkers, "_computed", _nothing))
         yield
 

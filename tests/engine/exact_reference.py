@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from preempt_engine import BeamSearchParams, SamplingParams
 from preempt_engine.exact import EOS_TOKEN_ID, ExactLogits, ReferenceSequence
 from preempt_engine.sampling.noise import branch_seed
-from preempt_engine.sampling.sampler import SampleRequest, sample
+from preempt_engine.sampling.sampler import SampledToken, SampleRequest, sample
 
 VOCAB_SIZE = 64
 
@@ -57,6 +57,7 @@ def _branch(prompt: list[int], params: SamplingParams, seed: int, num_ranks: int
             stop_ids=stop_ids,
         )
         (token,) = sample(ExactLogits([history.digest], VOCAB_SIZE), [request])
+        assert isinstance(token, SampledToken)  # nothing is forbidden here
         token_ids.append(token.token_id)
         logprobs.append(token.logprobs or {})
         if token.token_id in stop_ids or len(token_ids) == params.max_tokens:
