@@ -3,8 +3,10 @@
 All bounds are formulas over the planned work and are printed with the finding. They assume what
 every working scheduler grants: the oldest request is never a victim, so it computes something in
 every step; and what the plan forces is paid for separately, whether it preempts or holds blocks
-back: a squeeze may take from the oldest, even from the only one. Where prefills and decodes share
-no step, every preemption is paid for: what it lost is computed while the others stand still.
+back: a squeeze may take from the oldest, even from the only one. Who goes first changes when a
+more urgent request arrives, or a priority changes: each time one preemption is paid for, that of
+who went first before. Where prefills and decodes share no step, every preemption is paid for: what
+it lost is computed while the others stand still.
 
     t_r = ceil((P_r + n_r O_r) / c)   steps that compute request r from nothing; c = token budget
     steps <= last arrival + sum_r (t_r + O_r + 2) + preemptions * (max_r t_r + 2) + exempt
@@ -33,6 +35,7 @@ from preempt_harness.record import (
     PlanApplied,
     PoolCounts,
     Preempted,
+    PriorityChanged,
     Resumed,
     TrialRecord,
 )
@@ -96,24 +99,37 @@ def _bounds(trace: Trace) -> StepBounds:
     )
     last_arrival = max((spec.arrival_step for spec in specs), default=0)
     held = _exempt_steps(trace)
-    preemptions = trace.of(Preempted)
-    if _mixes(trace.header):
-        preemptions = [
-            event for event in preemptions if event.reason == "forced" or event.step in held
-        ]
+    num_paid = _num_paid_preemptions(trace, held)
     again = max(times, default=0) + spare
     exempt = len(held)
     stall = sum(time + spare for time in times) + spare
     return StepBounds(
-        total=last_arrival + work + len(preemptions) * again + exempt,
+        total=last_arrival + work + num_paid * again + exempt,
         stall=stall,
         formula=(
-            f"last arrival {last_arrival} + work {work} + {len(preemptions)} preemptions that "
+            f"last arrival {last_arrival} + work {work} + {num_paid} preemptions that "
             f"the plan caused or that stop the others * {again} "
             f"+ {exempt} steps with held blocks"
         ),
         stall_formula=f"sum of {sum(times)} steps of computing anew and {spare} per request",
     )
+
+
+def _num_paid_preemptions(trace: Trace, held: set[int]) -> int:
+    """Preemptions that may take from the request that goes first, or stop all others."""
+    preemptions = trace.of(Preempted)
+    if not _mixes(trace.header):
+        return len(preemptions)
+    caused = sum(event.reason == "forced" or event.step in held for event in preemptions)
+    specs = list(trace.specs.values())
+    interruptions = len(trace.of(PriorityChanged)) + sum(
+        any(
+            other.arrival_step < spec.arrival_step and other.priority > spec.priority
+            for other in specs
+        )
+        for spec in specs
+    )
+    return caused + min(len(preemptions) - caused, interruptions)
 
 
 def check_steps(trace: Trace) -> CheckResult:

@@ -20,12 +20,13 @@ from preempt_harness.record import (
     PlanApplied,
     PoolCounts,
     Preempted,
+    PriorityChanged,
     RequestResult,
     Resumed,
     SequenceOutput,
     TrialRecord,
 )
-from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
+from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
 
 replace = msgspec.structs.replace
 
@@ -124,6 +125,29 @@ def test_a_squeeze_that_takes_the_only_requests_blocks_is_paid_for() -> None:
     result = harness.run(workload, plan="squeeze:all@24..25", max_num_batched_tokens=2)
     result.assert_preempted(request="r0")
     result.assert_clean()
+
+
+def test_who_loses_the_first_place_to_a_change_of_priority_is_paid_for() -> None:
+    """It has computed nearly all of a long prompt, and begins anew behind the other."""
+    harness = PreemptHarness(EmbeddedAdapter(), {"block_size": 16, "enable_prefix_caching": False})
+    requests = harness.workload(requests=2, prompt_tokens=144, max_tokens=2).requests
+    workload = Workload(
+        requests=[
+            replace(requests[0], priority=2),
+            replace(requests[1], priority=2, arrival_step=11),
+        ],
+        operations=[Operation(kind="set_priority", step=17, request="r1", priority=0)],
+    )
+    result = harness.run(workload, 13, max_num_batched_tokens=7, scheduling_policy="priority")
+    result.assert_preempted(request="r0")
+    result.assert_clean()
+    bounds = step_bounds(result.record)
+    assert "+ 1 preemptions that the plan caused" in bounds.formula
+    # Negative control: without the change nobody pays for it.
+    result.record.events = [
+        event for event in result.record.events if not isinstance(event, PriorityChanged)
+    ]
+    assert step_bounds(result.record).total < bounds.total
 
 
 def test_a_squeeze_excuses_nobody_who_stands_still_afterwards() -> None:
