@@ -163,12 +163,21 @@ class _Taking:
     """Who lost and who got blocks in one step."""
 
     victims: dict[str, bool] = field(default_factory=dict)  # request -> it needed a block itself
+    displaced: set[str] = field(default_factory=set)  # victims for a more urgent request
     takers: set[str] = field(default_factory=set)
+    admitted: set[str] = field(default_factory=set)  # takers that had nothing before
+
+    def take(self, request: str, is_new: bool) -> None:
+        """The request gets blocks."""
+        self.takers.add(request)
+        if is_new:
+            self.admitted.add(request)
 
 
 def check_vain(trace: Trace) -> CheckResult:
     """A victim of a lack of blocks makes room: somebody gets blocks in the same step.
 
+    A victim for a more urgent request makes room for one that waits, which gets its first blocks.
     A request that needs a block and is the least urgent itself is its own victim; nobody gains.
     It needs slots for the token after those that are computed or on their way, and for its drafts.
     Where blocks are swapped out, freed ones may be withheld until they are copied, so that they are
@@ -196,24 +205,26 @@ def check_vain(trace: Trace) -> CheckResult:
         Preempted,
     ):
         if isinstance(event, BlocksAllocated):
+            held = tables.leases.get(event.seq)
+            is_new = held is None or not held.blocks
             tables.allocate(event)
-            takers = steps.setdefault(event.step, _Taking()).takers
-            takers.add(request_of(event.seq))
+            steps.setdefault(event.step, _Taking()).take(request_of(event.seq), is_new)
             if event.step - 1 in swapping:
-                steps[event.step - 1].takers.add(request_of(event.seq))
+                steps[event.step - 1].take(request_of(event.seq), is_new)
         elif isinstance(event, SwappedOut):
             steps.setdefault(event.step, _Taking())
             swapping.add(event.step)
-        elif _takes_away(event):
-            if event.step - 1 in swapping:
-                steps[event.step - 1].takers.add(event.request)
-        elif isinstance(event, Preempted):
+        if _takes_away(event) and event.step - 1 in swapping:
+            steps[event.step - 1].take(event.request, is_new=True)
+        if isinstance(event, Preempted) and event.reason != "forced":
             lease = tables.leases.get(f"{event.request}.0")
             room = len(lease.blocks) * trace.header.block_size if lease is not None else 0
             taking = steps.setdefault(event.step, _Taking())
             branches = sum(request_of(seq) == event.request for seq in tables.leases)
             wanted = max(event.num_tokens, event.num_computed_tokens + 1) + num_drafts
             taking.victims[event.request] = branches > 1 or wanted > room
+            if event.reason == "priority":
+                taking.displaced.add(event.request)
         elif isinstance(event, BlocksFreed):
             tables.free(event)
         elif isinstance(event, BlocksReplaced):
@@ -221,16 +232,16 @@ def check_vain(trace: Trace) -> CheckResult:
         elif isinstance(event, Forked):
             tables.fork(event)
     for step, taking in steps.items():
-        if taking.takers - taking.victims.keys():
-            continue
+        nobody_gains = not taking.takers - taking.victims.keys()
+        nobody_comes = not taking.admitted - taking.victims.keys()
         for request, needed in taking.victims.items():
-            if not needed:
-                listing.report(
-                    Code.WORK_VAIN,
-                    step,
-                    "it is preempted for want of blocks, and nobody gets a block in this step",
-                    request=request,
-                )
+            if request in taking.displaced:
+                if nobody_comes:
+                    what = "it is preempted for a more urgent request, and nobody is let in"
+                    listing.report(Code.WORK_VAIN, step, what, request=request)
+            elif nobody_gains and not needed:
+                what = "it is preempted for want of blocks, and nobody gets a block in this step"
+                listing.report(Code.WORK_VAIN, step, what, request=request)
     return listing.result("work", "victims")
 
 

@@ -134,6 +134,18 @@ def test_blocks_that_a_swap_withholds_may_be_had_in_the_next_step(swapped: bool)
         assert [finding.code for finding in work(record)] == expected
 
 
+@pytest.mark.parametrize("grown_or_let_in", ["grown", "let in"])
+def test_a_victim_of_a_more_urgent_request_must_let_somebody_in(grown_or_let_in: str) -> None:
+    """Blocks for one that runs already are no reason to evict anybody for one that waits."""
+    record = eviction(newcomer_gets_blocks=False, num_tokens=7)
+    record.events[1] = replace(record.events[1], reason="priority")
+    record.events.append(BlocksAllocated(1, "r1.0", [0]))
+    if grown_or_let_in == "grown":
+        record.events.insert(0, BlocksAllocated(0, "r1.0", [3]))
+    expected = [Code.WORK_VAIN] if grown_or_let_in == "grown" else []
+    assert [finding.code for finding in work(record)] == expected
+
+
 # Bytes --------------------------------------------------------------------------------------------
 
 
