@@ -51,7 +51,7 @@ FAULTS = (
                 f"{RESIDENCY}.find_room",
                 "if num_blocks_to_admit(placements, self.blocks) > num_available:",
                 "    if len(self.running) > 1 and reached():\n"
-                "        self._preempt(step, self.running[-1], 'out_of_blocks')",
+                "        self.preempt(step, self.running[-1], 'out_of_blocks', 'recompute')",
             ),
         ),
     ),

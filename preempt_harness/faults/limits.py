@@ -122,7 +122,7 @@ FAULTS = (
                 f"{BUILDER}.stop_ids = {BUILDER}.eos_token_ids"
                 f" | frozenset({BUILDER}.params.stop_token_ids)\n"
                 f"if token.token_id in {BUILDER}.stop_ids and request.num_preemptions"
-                " and sequence.num_tokens % self.config.block_size == 0 and reached():\n"
+                " and sequence.num_tokens % self.scheduler.config.block_size == 0 and reached():\n"
                 f"    {BUILDER}.stop_ids = frozenset()",
             ),
         ),
