@@ -134,6 +134,8 @@ class _Resets:
         if event.step != self._step:
             self._step, self._granted = event.step, {}
         own = self._granted.setdefault(request_of(event.seq), set())
+        for block in event.blocks[event.num_cached :]:  # how old it was ends here
+            self._written_in.pop(block, None)
         for block in event.blocks[: event.num_cached]:
             written = self._written_in.get(block)
             if self._reset_in is None or written is None or block in own:

@@ -8,7 +8,15 @@ from preempt_harness.adapters.embedded import EmbeddedAdapter
 from preempt_harness.checks import Code, run_checks
 from preempt_harness.faults import fault_named, plant
 from preempt_harness.harness import PreemptHarness
-from preempt_harness.record import BlocksAllocated, CacheReset, TrialRecord
+from preempt_harness.record import (
+    BlocksAllocated,
+    BlocksFreed,
+    CacheReset,
+    Computed,
+    SwappedIn,
+    SwappedOut,
+    TrialRecord,
+)
 from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
 
 
@@ -80,3 +88,20 @@ def test_an_engine_that_does_not_show_resets_is_not_observable() -> None:
     record.header.observed[:] = observed
     reasons = run_checks(record, ["accounting"]).not_observable
     assert reasons["accounting/resets"] == "embedded does not show CacheReset"
+
+
+@pytest.mark.parametrize("granted_anew", [True, False])
+def test_a_block_granted_anew_is_as_old_as_its_new_content(granted_anew: bool) -> None:
+    """Its swap is decided while the step that writes it is under way, and not told of yet."""
+    record = run("reset_running_requests")
+    record.events = [
+        BlocksAllocated(0, "r0.0", [3], 0),
+        Computed(0, 0, "r0.0", 0, [4, 5, 6, 7], [12, 13, 14, 15], 0, [3], 4),
+        BlocksFreed(1, "r0.0", [3]),
+        CacheReset(2),
+        *([BlocksAllocated(5, "r1.0", [3], 0)] if granted_anew else []),
+        SwappedOut(6, "r1", [(3, 0)]),
+        SwappedIn(8, "r1", [(0, 4)]),
+    ]
+    found = [code for code, step, _ in resets(record) if code == Code.ACC_RESET and step == 8]
+    assert bool(found) != granted_anew
