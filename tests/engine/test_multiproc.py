@@ -182,8 +182,9 @@ def test_workers_ignore_an_interrupt() -> None:
 
 
 _DRIVER = """
-import sys
+import signal
 from preempt_engine import LLM, SamplingParams
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts us may ignore it
 hook = "benchmarks.worker_faults:slow_steps:0.01"
 llm = LLM("exact", tensor_parallel_size=2, worker_hooks=(hook,))
 print(*llm.worker_process_ids, flush=True)
@@ -204,11 +205,14 @@ def test_workers_end_with_their_driver(signal_number: signal.Signals) -> None:
         start_new_session=True,
     ) as driver:
         assert driver.stdout is not None
-        workers = [psutil.Process(int(pid)) for pid in driver.stdout.readline().split()]
-        assert len(workers) == 2
-        os.killpg(driver.pid, signal_number)
-        # The workers hold these pipes too: it ends when the last of them has ended.
-        driver.communicate(timeout=30)
+        try:
+            workers = [psutil.Process(int(pid)) for pid in driver.stdout.readline().split()]
+            assert len(workers) == 2
+            os.killpg(driver.pid, signal_number)
+            # The workers hold these pipes too: it ends when the last of them has ended.
+            driver.communicate(timeout=30)
+        finally:
+            driver.kill()  # or leaving it here would wait for it
     # A process that ends closes its pipes a moment before it is gone.
     _, left = psutil.wait_procs(workers, timeout=5)
     assert not any(runs(worker) for worker in left)
