@@ -1,7 +1,8 @@
 """What an engine should have done: its own admission model, played over the trial.
 
 Only for engines whose model says that it predicts them, and for trials in which nothing is forced
-from outside. Lengths and contents of outputs come from the baseline.
+from outside. Lengths and contents of outputs come from the baseline; where the trial's are others,
+the check of tokens says what is to be said.
 """
 
 from __future__ import annotations
@@ -39,4 +40,8 @@ def predict(trial: Trial, record: TrialRecord, admission: AdmissionModel) -> Sim
         for request, result in baseline.results.items()
         if result.finished and result.outputs and result.outputs[0].token_ids
     }
+    for name, token_ids in outputs.items():  # after a near tie it is another trial
+        result = record.results.get(name)
+        if result is None or not result.outputs or result.outputs[0].token_ids != token_ids:
+            return None
     return simulate(trial.workload, admission, record.header.num_blocks, output_token_ids=outputs)
