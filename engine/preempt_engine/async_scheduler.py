@@ -115,7 +115,7 @@ class AsyncScheduler(Scheduler):
             sequence = row.sequence
             if sequence.followers:
                 sequence.release_followers()
-            self._offer(sequence, item.end - len(sequence.drafts_in_flight))
+            self._make_findable(sequence, item.end - len(sequence.drafts_in_flight))
             sequence.num_steps_since_admission += 1
             if item.start < sequence.num_prefill_tokens:
                 sequence.num_chunks += 1
@@ -173,7 +173,7 @@ class AsyncScheduler(Scheduler):
         most = self.requests[sequence.key.request_id].last_position
         if num_known > most and sequence.num_computed_tokens < num_known:
             sequence.draft_token_ids.pop()  # a step less is needed, and it is not decided yet
-        self._offer(sequence, sequence.num_tokens)
+        self._make_findable(sequence, sequence.num_tokens)
 
     def _reject(self, sequence: Sequence) -> None:
         """What is left of its drafts was wrong, or is not wanted: the workers cut it off."""
@@ -332,7 +332,7 @@ class AsyncScheduler(Scheduler):
         """Made when the step is launched."""
         return None
 
-    def _offer(self, sequence: Sequence, end: int) -> None:
+    def _make_findable(self, sequence: Sequence, end: int) -> None:
         """Make blocks findable as far as they are computed, not as far as that is decided."""
         if not sequence.block_table:
             return  # they have gone to the host since

@@ -15,8 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from preempt_harness.adapters import protocol
-from preempt_harness.adapters.nano_vllm_scheduler import NanoVllmSchedulerAdapter, chunks_prompts
+from preempt_harness.adapters.nano_vllm_scheduler import NanoVllmSchedulerAdapter
 from preempt_harness.adapters.nano_vllm_session import NanoVllmSession, describe
 from preempt_harness.adapters.nano_vllm_source import PACKAGE, PATH_VARIABLE, find_source
 from preempt_harness.adapters.protocol import EngineSettings, KnownIssue
@@ -46,17 +45,7 @@ class NanoVllmAdapter:
     @property
     def capabilities(self) -> frozenset[str]:
         """As those of its scheduler: what the engine can beyond them, it cannot repeat."""
-        able = {
-            protocol.STEPPED,
-            protocol.PREEMPT,
-            protocol.HOLD_BLOCKS,
-            protocol.RECOMPUTE,
-            protocol.PREFIX_CACHING,
-            protocol.TENSOR_PARALLEL,
-        }
-        if chunks_prompts():
-            able.add(protocol.CHUNKED_PREFILL)
-        return frozenset(able)
+        return NanoVllmSchedulerAdapter().capabilities
 
     def admission_model(self, settings: EngineSettings) -> AdmissionModel:
         """As its scheduler's."""
