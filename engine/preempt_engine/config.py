@@ -65,9 +65,10 @@ class EngineConfig:
         tensor_parallel_size: number of ranks.
         seed: of everything random in the engine.
         deterministic: logits are bitwise equal under any batch mix, chunking and preemption.
-        attention_backend: "torch", "triton", "flash-attn", or "auto": torch on a CPU; on a GPU
-            flash-attn where it is installed and fits (block_size a multiple of 256, 16-bit dtype,
-            not deterministic), else triton, else torch.
+        attention_backend: "numba", "torch", "triton", "flash-attn", or "auto": on a CPU numba where
+            it is installed, else torch; on a GPU flash-attn where it is installed and fits
+            (block_size a multiple of 256, 16-bit dtype, not deterministic), else triton, else
+            torch.
         poison: fill freed blocks with a large finite pattern.
         block_reuse_order: which free block is handed out first.
         exact_vocab_size: vocabulary of the exact model, 32 to 256.

@@ -57,6 +57,8 @@ class HFTokenizer:
 
     def __init__(self, directory: str | Path) -> None:
         self._tokenizer = _load(Path(directory))
+        # Of the library "tokenizers", which cleans nothing up; None for a tokenizer in Python.
+        self._fast = getattr(self._tokenizer, "backend_tokenizer", None)
         self._special_ids = frozenset(
             token_id
             for token_id, token in self._tokenizer.added_tokens_decoder.items()
@@ -86,6 +88,9 @@ class HFTokenizer:
         return token_ids
 
     def decode(self, token_ids: Seq[int]) -> str:
+        if self._fast is not None:
+            decoded: str = self._fast.decode(token_ids, skip_special_tokens=True)
+            return decoded
         # Cleaning up spaces would change text that was already streamed.
         text: str = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False

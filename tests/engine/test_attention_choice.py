@@ -29,9 +29,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return names
 
 
-def test_a_cpu_takes_torch(installed: set[str]) -> None:
+def test_a_cpu_takes_compiled_loops_where_numba_is_installed(installed: set[str]) -> None:
     choice = choose_backend(_config(block_size=256), _CPU)
-    assert (choice.name, choice.reason) == ("torch", "the device is a CPU")
+    assert choice.name == "torch"
+    assert "Numba is not installed" in choice.reason
+    installed.add("numba")
+    assert choose_backend(_config(block_size=256), _CPU).name == "numba"
 
 
 @pytest.mark.parametrize(
@@ -67,6 +70,8 @@ def test_a_gpu_takes_the_best_that_can_run_and_says_why(
         ("flash-attn", _CPU, 256, "", "needs a CUDA device"),
         ("triton", _GPU, 16, "triton", "triton is not installed"),
         ("triton", _CPU, 16, "", "interpreter"),
+        ("numba", _GPU, 16, "", "for a CPU"),
+        ("numba", _CPU, 16, "", "do not know torch.float16"),
     ],
 )
 def test_a_backend_that_cannot_run_is_refused_with_the_reason(

@@ -1,4 +1,4 @@
-"""The torch attention backends against a dense reference, through scattered block tables."""
+"""The attention backends of a CPU against a dense reference, through scattered block tables."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from preempt_engine.attention.compiled_paged import CompiledAttention
 from preempt_engine.attention.paged import split_into_groups
 from preempt_engine.attention.protocol import AttentionBackend, AttentionMetadata, LayerKVCache
 from preempt_engine.attention.select import select_backend
@@ -27,6 +28,8 @@ _CPU = torch.device("cpu")
 _BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "paged": lambda: TorchPagedAttention(_SCALE),
     "tiled": lambda: TorchTiledAttention(_SCALE, RowPlan(8)),
+    "numba": lambda: CompiledAttention(_SCALE, exact=False),
+    "numba-exact": lambda: CompiledAttention(_SCALE, exact=True),
     "tiled-fixed": lambda: TorchTiledAttention(_SCALE, RowPlan(16, fixed=True)),
 }
 # Float32 against float64: one rounding is 6e-8 of values of magnitude 1, sums have 200 terms.
@@ -142,8 +145,9 @@ def test_padding_rows_are_neither_stored_nor_infinite(name: str) -> None:
     assert sorted(changed.tolist()) == sorted(batch.metadata.slot_mapping.tolist())
 
 
-def test_tiled_rows_have_the_same_bits_in_every_batch_and_block_size() -> None:
-    backend = TorchTiledAttention(_SCALE, RowPlan(8))
+@pytest.mark.parametrize("name", ["tiled", "numba", "numba-exact"])
+def test_rows_have_the_same_bits_in_every_batch_and_block_size(name: str) -> None:
+    backend = _BACKENDS[name]()
     alone = _batch([(150, 151)], 16)
     expected = _run(backend, alone)
     for block_size in (1, 7, 64):
@@ -168,17 +172,22 @@ def test_passes_over_few_rows_give_the_bits_of_one_pass(monkeypatch: pytest.Monk
 
 
 def test_the_backend_follows_the_configuration() -> None:
-    for name in ("auto", "torch"):
+    def select(name: str, row_plan: RowPlan | None) -> AttentionBackend:
         config = EngineConfig(model="m", attention_backend=name)
-        fast = select_backend(config, _CPU, scale=1.0, row_plan=None)
-        deterministic = select_backend(config, _CPU, scale=1.0, row_plan=RowPlan(8))
-        assert isinstance(fast, TorchPagedAttention)
-        assert isinstance(deterministic, TorchTiledAttention)
+        return select_backend(config, _CPU, scale=1.0, row_plan=row_plan)
+
+    assert isinstance(select("torch", None), TorchPagedAttention)
+    assert isinstance(select("torch", RowPlan(8)), TorchTiledAttention)
+    for name in ("auto", "numba"):
+        fast, deterministic = select(name, None), select(name, RowPlan(8))
+        assert isinstance(fast, CompiledAttention)
+        assert isinstance(deterministic, CompiledAttention)
+        assert (fast.exact, deterministic.exact) == (False, True)
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
     config = EngineConfig(model="m", attention_backend="flashy")
-    with pytest.raises(ConfigError, match=r"flashy.*auto, torch"):
+    with pytest.raises(ConfigError, match=r"flashy.*auto, numba, torch"):
         select_backend(config, _CPU, scale=1.0, row_plan=None)
 
 

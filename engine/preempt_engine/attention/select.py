@@ -10,12 +10,13 @@ from preempt_engine.attention import flash
 from preempt_engine.attention.protocol import AttentionBackend
 from preempt_engine.attention.torch_paged import TorchPagedAttention
 from preempt_engine.attention.torch_tiled import TorchTiledAttention
+from preempt_engine.compiled import availability as compiled_availability
 from preempt_engine.config import EngineConfig
 from preempt_engine.errors import ConfigError
 from preempt_engine.kernels import availability
 from preempt_engine.layers.row_plan import RowPlan
 
-BACKENDS = ("torch", "triton", "flash-attn")
+BACKENDS = ("numba", "torch", "triton", "flash-attn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,10 @@ def choose_backend(
 ) -> Choice:
     """The backend that `config.attention_backend` names, or the best one here for "auto".
 
-    "auto" on a CPU is torch. On a GPU it is flash-attn where that is installed and block size,
-    dtype and head width suit it, else Triton, else torch, which gathers every key on each step.
-    With `deterministic`, flash-attn is passed over: its results depend on the batch.
+    "auto" on a CPU is numba where that is installed, else torch. On a GPU it is flash-attn where
+    that is installed and block size, dtype and head width suit it, else Triton, else torch, which
+    gathers every key on each step. With `deterministic`, flash-attn is passed over: its results
+    depend on the batch.
 
     Args:
         config: `attention_backend`, `block_size` and `deterministic` matter.
@@ -50,6 +52,7 @@ def choose_backend(
     """
     reasons = {
         "torch": "",
+        "numba": compiled_availability.unusable(device, dtype),
         "triton": availability.unusable(device),
         "flash-attn": flash.unusable(device, dtype, head_dim, config.block_size),
     }
@@ -67,7 +70,9 @@ def choose_backend(
             )
         return Choice(name, "it is asked for")
     if device.type == "cpu":
-        return Choice("torch", "the device is a CPU")
+        if reasons["numba"]:
+            return Choice("torch", reasons["numba"])
+        return Choice("numba", "it is the fastest on a CPU")
     if config.deterministic:
         reasons["flash-attn"] = "flash-attn depends on the batch, and deterministic=True"
     for name in ("flash-attn", "triton", "torch"):
@@ -108,6 +113,10 @@ def select_backend(
         return TritonAttention(scale, group)
     if name == "flash-attn":
         return flash.FlashAttention(scale, flash.FlashFunctions.installed())
+    if name == "numba":
+        from preempt_engine.attention.compiled_paged import CompiledAttention
+
+        return CompiledAttention(scale, exact=row_plan is not None)
     if row_plan is not None:
         return TorchTiledAttention(scale, row_plan)
     return TorchPagedAttention(scale)

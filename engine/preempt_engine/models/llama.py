@@ -18,7 +18,7 @@ from preempt_engine.layers.parallel import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from preempt_engine.layers.rotary import RotaryEmbedding, rotate
+from preempt_engine.layers.rotary import RotaryEmbedding, Rotation
 from preempt_engine.models.sharding import ModelShard
 
 
@@ -74,9 +74,9 @@ class LlamaForCausalLM(nn.Module):
     ) -> Tensor:
         """See `CausalLM.forward`."""
         hidden = self.embed_tokens(input_ids)  # [T, hidden]
-        cos, sin = self.rotary(positions)  # [T, 1, D]
+        rotation: Rotation = self.rotary(positions)
         for layer, cache in zip(self.layers, kv_caches, strict=True):
-            hidden = layer(hidden, cos, sin, cache, attention)
+            hidden = layer(hidden, rotation, cache, attention)
         normed: Tensor = self.norm(hidden)
         return normed
 
@@ -124,13 +124,12 @@ class _DecoderLayer(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotation: Rotation,
         cache: LayerKVCache,
         attention: AttentionPlan,
     ) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        hidden = hidden + self.attention(self.input_norm(hidden), cos, sin, cache, attention)
+        hidden = hidden + self.attention(self.input_norm(hidden), rotation, cache, attention)
         gate_up = self.gate_up(self.post_attention_norm(hidden))  # [T, 2 * inner]
         output: Tensor = hidden + self.down(self.activation(gate_up))
         return output
@@ -185,20 +184,19 @@ class _Attention(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotation: Rotation,
         cache: LayerKVCache,
         attention: AttentionPlan,
     ) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         num_tokens = hidden.shape[0]
         qkv = self.qkv(hidden).view(num_tokens, self.num_qkv_heads, self.head_dim)
-        query_key = qkv[:, : self.num_qk_heads]  # [T, H + H_kv, D]
+        heads = qkv
         if self.query_norm is not None and self.key_norm is not None:
-            query = self.query_norm(query_key[:, : self.num_heads])
-            key = self.key_norm(query_key[:, self.num_heads :])
-            query_key = torch.cat((query, key), dim=1)
-        query_key = rotate(query_key, cos, sin)
+            query = self.query_norm(qkv[:, : self.num_heads])
+            key = self.key_norm(qkv[:, self.num_heads : self.num_qk_heads])
+            heads = torch.cat((query, key), dim=1)
+        query_key = rotation.rotate(heads, self.num_qk_heads)  # [T, H + H_kv, D]
         query, key = query_key[:, : self.num_heads], query_key[:, self.num_heads :]
         attention.write_kv(cache, key, qkv[:, self.num_qk_heads :])
         attended = attention.attend(query, cache, self.window)  # [T, H, D]

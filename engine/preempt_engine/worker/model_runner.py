@@ -199,8 +199,14 @@ class ModelRunner:
                 head_dim=local.head_dim,
             )
 
+        modules = list(model.modules())
+        attention = make_attention(None)
+        if attention.name == "numba":
+            from preempt_engine.compiled.layers import install_compiled_layers
+
+            install_compiled_layers(modules)
         if not config.deterministic:
-            return RowPlan(1), make_attention(None)
+            return RowPlan(1), attention
 
         setting = ProbeSetting(
             model=self.shard.local,
@@ -209,7 +215,6 @@ class ModelRunner:
             block_size=config.block_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
-        modules = list(model.modules())
         candidates, matmul = install_invariant_kernels(modules, self.device)
         row_plan = choose_row_plan(
             modules, make_attention, setting, candidates, parallel=self.parallel, matmul=matmul
