@@ -28,8 +28,7 @@ _CPU = torch.device("cpu")
 _BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
     "paged": lambda: TorchPagedAttention(_SCALE),
     "tiled": lambda: TorchTiledAttention(_SCALE, RowPlan(8)),
-    "numba": lambda: CompiledAttention(_SCALE, exact=False),
-    "numba-exact": lambda: CompiledAttention(_SCALE, exact=True),
+    "numba": lambda: CompiledAttention(_SCALE),
     "tiled-fixed": lambda: TorchTiledAttention(_SCALE, RowPlan(16, fixed=True)),
 }
 # Float32 against float64: one rounding is 6e-8 of values of magnitude 1, sums have 200 terms.
@@ -145,7 +144,7 @@ def test_padding_rows_are_neither_stored_nor_infinite(name: str) -> None:
     assert sorted(changed.tolist()) == sorted(batch.metadata.slot_mapping.tolist())
 
 
-@pytest.mark.parametrize("name", ["tiled", "numba", "numba-exact"])
+@pytest.mark.parametrize("name", ["tiled", "numba"])
 def test_rows_have_the_same_bits_in_every_batch_and_block_size(name: str) -> None:
     backend = _BACKENDS[name]()
     alone = _batch([(150, 151)], 16)
@@ -179,10 +178,8 @@ def test_the_backend_follows_the_configuration() -> None:
     assert isinstance(select("torch", None), TorchPagedAttention)
     assert isinstance(select("torch", RowPlan(8)), TorchTiledAttention)
     for name in ("auto", "numba"):
-        fast, deterministic = select(name, None), select(name, RowPlan(8))
-        assert isinstance(fast, CompiledAttention)
-        assert isinstance(deterministic, CompiledAttention)
-        assert (fast.exact, deterministic.exact) == (False, True)
+        assert isinstance(select(name, None), CompiledAttention)
+        assert isinstance(select(name, RowPlan(8)), CompiledAttention)
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:

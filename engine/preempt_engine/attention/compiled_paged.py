@@ -1,26 +1,25 @@
 """Paged attention in loops compiled for a CPU: the backend "numba".
 
 A query reads its keys and values where they lie, so nothing is gathered, padded or masked. Its bits
-depend on its own history only; `deterministic` needs nothing more. Without it, chunks so long that
-matrix products pay off are left to torch.
+depend on its own history only; `deterministic` needs nothing more.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from preempt_engine.attention.paged import split_into_groups
 from preempt_engine.attention.protocol import AttentionMetadata, AttentionPlan, LayerKVCache
-from preempt_engine.attention.torch_paged import PagedGroup
 from preempt_engine.compiled.attention import attention_loop, find_slots, store
 from preempt_engine.compiled.numbers import Array, as_array
 
-# Queries of a sequence from which on matrix products are quicker.
-_LONG_CHUNK = 64
+# Multiply-adds, some 200 us, for which another thread is worth waking.
+_THREAD_WORK = 5_000_000
 
 
 class CompiledAttention:
@@ -28,26 +27,32 @@ class CompiledAttention:
 
     Args:
         scale: factor of the scores, usually head_dim ** -0.5.
-        exact: never leave a chunk to torch, so that bits do not depend on how tokens are cut.
     """
 
     name = "numba"
 
-    def __init__(self, scale: float, *, exact: bool) -> None:
-        self.scale = scale
-        self.exact = exact
-        self._arrays: dict[LayerKVCache, _Slots] = {}
+    def __init__(self, scale: float) -> None:
+        self.scale = np.float32(scale)
+        self._slots: dict[LayerKVCache, _Slots] = {}
+        self._threads: ThreadPoolExecutor | None = None
 
     def plan(self, metadata: AttentionMetadata) -> AttentionPlan:
-        return _CompiledPlan(self, metadata, None if self.exact else _LONG_CHUNK)
+        return _CompiledPlan(self, metadata)
 
     def slots_of(self, cache: LayerKVCache) -> _Slots:
         """The arrays of a layer's memory, which is the same in every step."""
-        slots = self._arrays.get(cache)
+        slots = self._slots.get(cache)
         if slots is None:
             arrays = as_array(cache.key_slots), as_array(cache.value_slots)
-            slots = self._arrays[cache] = _Slots(*arrays)
+            slots = self._slots[cache] = _Slots(*arrays)
         return slots
+
+    @property
+    def threads(self) -> ThreadPoolExecutor:
+        """Threads for long chunks; they end with this object."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(torch.get_num_threads(), "attention")
+        return self._threads
 
 
 class _Slots(NamedTuple):
@@ -58,32 +63,21 @@ class _Slots(NamedTuple):
 
 
 class _CompiledPlan:
-    """Shapes as in `AttentionPlan`; M queries are served by loops, K is their longest read."""
+    """Shapes as in `AttentionPlan`; K is the longest read."""
 
-    def __init__(
-        self, backend: CompiledAttention, metadata: AttentionMetadata, long_chunk: int | None
-    ) -> None:
+    def __init__(self, backend: CompiledAttention, metadata: AttentionMetadata) -> None:
         self.backend = backend
-        self.scale = np.float32(backend.scale)
         self.slot_mapping = as_array(metadata.slot_mapping)  # [T]
-        query_lens, read_lens = np.array(metadata.query_lens), np.array(metadata.read_lens)
-        sequences = np.repeat(np.arange(len(query_lens)), query_lens)  # [T]
-        tokens = np.arange(len(sequences))
-        ends = tokens + (read_lens - np.array(metadata.query_start[1:]))[sequences] + 1  # [T]
-        self.long_chunks: list[PagedGroup] = []
-        if long_chunk is not None and max(metadata.query_lens) >= long_chunk:
-            served = (query_lens < long_chunk)[sequences]
-            tokens, sequences, ends = tokens[served], sequences[served], ends[served]
-            self.long_chunks = [
-                PagedGroup(group, metadata.block_size, backend.scale)
-                for group in split_into_groups(metadata, long_chunk)
-            ]
-        self.tokens, self.sequences, self.ends = tokens, sequences, ends  # [M] each
-        self.slots = np.empty((len(read_lens), ends.max(initial=0)), np.int64)  # [N, K]
+        read_lens = np.array(metadata.read_lens)
+        self.sequences = np.repeat(np.arange(len(read_lens)), metadata.query_lens)  # [T]
+        self.tokens = np.arange(len(self.sequences))
+        starts = read_lens - np.array(metadata.query_start[1:])
+        self.ends = self.tokens + starts[self.sequences] + 1  # [T]
+        self.slots = np.empty((len(read_lens), read_lens.max()), np.int64)  # [N, K]
         find_slots(as_array(metadata.block_tables), metadata.block_size, self.slots)
         used = (self.slots, self.slot_mapping)
-        self.lowest_slot = min(slots.min(initial=0) for slots in used)
-        self.highest_slot = max(slots.max(initial=0) for slots in used)
+        self.lowest_slot = min(slots.min() for slots in used)
+        self.highest_slot = max(slots.max() for slots in used)
 
     def write_kv(self, cache: LayerKVCache, key: Tensor, value: Tensor) -> None:
         slots = self.backend.slots_of(cache)
@@ -94,23 +88,26 @@ class _CompiledPlan:
         slots = self.backend.slots_of(cache)
         self._check(slots)
         num_tokens, num_heads, head_dim = query.shape
-        query = query.contiguous()
         # Rows of padding are to be finite.
-        make = torch.empty if num_tokens == self.slot_mapping.shape[0] else torch.zeros
+        make = torch.empty if num_tokens == len(self.tokens) else torch.zeros
         output = make(query.shape, dtype=query.dtype)
-        attention_loop(head_dim, num_heads // slots.key.shape[1])(
-            as_array(query),
+        loop = partial(
+            attention_loop(head_dim, num_heads // slots.key.shape[1]),
+            as_array(query.contiguous()),
             *slots,
             self.slots,
-            self.tokens,
             self.sequences,
             self.ends,
             self.slots.shape[1] if window is None else window,
-            self.scale,
+            self.backend.scale,
             as_array(output),
         )
-        for chunk in self.long_chunks:
-            chunk.group.put(chunk.attend(chunk.group.take(query), cache, window), output)
+        num_threads = self._num_threads(num_heads * head_dim)
+        if num_threads == 1:
+            loop(self.tokens)
+        else:
+            parts = [self.tokens[i::num_threads] for i in range(num_threads)]
+            list(self.backend.threads.map(loop, parts))
         return output
 
     def _check(self, slots: _Slots) -> None:
@@ -121,3 +118,9 @@ class _CompiledPlan:
                 f"A block table leads to slots {self.lowest_slot} to {self.highest_slot}; "
                 f"the memory has {num_slots}."
             )
+
+    def _num_threads(self, width: int) -> int:
+        if len(self.tokens) * self.slots.shape[1] * width < _THREAD_WORK:  # a bound; soon told
+            return 1
+        work = int(self.ends.sum()) * width * 2
+        return max(1, min(torch.get_num_threads(), work // _THREAD_WORK))

@@ -55,19 +55,12 @@ class QueryGroup:
             tokens.index_copy_(0, self.rows, values)
 
 
-def split_into_groups(metadata: AttentionMetadata, min_query_len: int = 1) -> list[QueryGroup]:
-    """As few groups as waste little: equally many queries, and reads of similar length.
-
-    Args:
-        metadata: of the step.
-        min_query_len: leave out sequences with fewer queries.
-    """
+def split_into_groups(metadata: AttentionMetadata) -> list[QueryGroup]:
+    """As few groups as waste little: equally many queries, and reads of similar length."""
     members: dict[tuple[int, int, bool], list[int]] = {}
     for i, (length, read_len) in enumerate(
         zip(metadata.query_lens, metadata.read_lens, strict=True)
     ):
-        if length < min_query_len:
-            continue
         whole = length == read_len > 1
         members.setdefault((length, _padded_read(read_len), whole), []).append(i)
     return [_group(metadata, rows, key[0], key[2]) for key, rows in members.items()]

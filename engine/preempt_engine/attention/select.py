@@ -116,7 +116,7 @@ def select_backend(
     if name == "numba":
         from preempt_engine.attention.compiled_paged import CompiledAttention
 
-        return CompiledAttention(scale, exact=row_plan is not None)
+        return CompiledAttention(scale)
     if row_plan is not None:
         return TorchTiledAttention(scale, row_plan)
     return TorchPagedAttention(scale)

@@ -42,7 +42,7 @@ class _TorchPagedPlan:
     def __init__(self, metadata: AttentionMetadata, scale: float) -> None:
         self.slot_mapping = metadata.slot_mapping
         self.groups = [
-            PagedGroup(group, metadata.block_size, scale) for group in split_into_groups(metadata)
+            _PagedGroup(group, metadata.block_size, scale) for group in split_into_groups(metadata)
         ]
 
     def write_kv(self, cache: LayerKVCache, key: Tensor, value: Tensor) -> None:
@@ -58,7 +58,7 @@ class _TorchPagedPlan:
         return output
 
 
-class PagedGroup:
+class _PagedGroup:
     """A group with what it reads, and its masks as layers ask for them.
 
     Shapes: N sequences, L queries each, S the longest read, H_kv KV heads, G query heads per KV

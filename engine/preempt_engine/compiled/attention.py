@@ -67,12 +67,12 @@ def attention_loop(head_dim: int, num_groups: int) -> Callable[..., None]:
         - query: [T', H, D] with H = H_kv * G.
         - key_slots, value_slots: [num_slots, H_kv, D].
         - slots: [N, K] of each position.
-        - tokens: [M], rows of `query` and `output`.
-        - sequences: [M], of each of these queries: its row of `slots`.
-        - ends: [M], it sees the positions before;
+        - sequences: [T], a query's row of `slots`.
+        - ends: [T], a query sees the positions before,
         - window: and of these the last so many.
         - scale: float32 factor of the scores.
-        - output: [T', H, D], of which M rows are written.
+        - output: [T', H, D].
+        - tokens: the rows of `query` and `output` to compute, in any order and distance.
     """
 
     @compiled
@@ -81,19 +81,19 @@ def attention_loop(head_dim: int, num_groups: int) -> Callable[..., None]:
         key_slots: Array,
         value_slots: Array,
         slots: Array,
-        tokens: Array,
         sequences: Array,
         ends: Array,
         window: int,
         scale: Any,
         output: Array,
+        tokens: Array,
     ) -> None:
         wanted = np.empty((num_groups, head_dim), np.float32)
         scores = np.empty((num_groups, slots.shape[1]), np.float32)
         sums = np.empty((num_groups, head_dim), np.float32)
-        for m in range(tokens.shape[0]):
-            token, end = tokens[m], ends[m]
-            seen = slots[sequences[m], max(0, end - window) : end]
+        for token in tokens:
+            end = ends[token]
+            seen = slots[sequences[token], max(0, end - window) : end]
             num_seen = seen.shape[0]
             for kv_head in range(key_slots.shape[1]):
                 first = kv_head * num_groups
