@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -80,6 +82,20 @@ def test_the_exponential_is_exact_to_the_last_bits() -> None:
 def _round_trip(bits: np.ndarray, output: np.ndarray) -> None:
     for i in range(bits.shape[0]):
         output[i] = narrow(widen(bits[i]), output)
+
+
+def test_where_nothing_can_be_kept_loops_are_compiled_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = numba.njit
+
+    def njit(**options: Any) -> Any:
+        if options.pop("cache", False):
+            raise RuntimeError("cannot cache function: no locator available")
+        return real(**options)
+
+    monkeypatch.setattr(numba, "njit", njit)
+    assert compiled_exactly(lambda x: x + 1)(2) == 3
 
 
 def test_bfloat16_is_rounded_as_torch_rounds_it() -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import numba
@@ -40,10 +41,14 @@ def compiled_exactly(function: _Loop) -> _Loop:
 
 
 def _compile(function: _Loop, fast_math: set[str]) -> _Loop:
-    jit = numba.njit(
-        fastmath=fast_math, error_model="numpy", boundscheck=False, nogil=True, cache=True
+    jit = partial(
+        numba.njit, fastmath=fast_math, error_model="numpy", boundscheck=False, nogil=True
     )
-    return cast(_Loop, jit(function))
+    try:
+        loop = jit(cache=True)(function)
+    except RuntimeError:  # neither beside the package nor in the user's cache may files be written
+        loop = jit()(function)
+    return cast(_Loop, loop)
 
 
 def as_array(tensor: Tensor) -> Array:
