@@ -11,13 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from preempt_engine.attention.compiled_paged import CompiledAttention
+from preempt_engine.attention.compiled_paged import CompiledAttention, CompiledPlan
 from preempt_engine.attention.protocol import AttentionMetadata, LayerKVCache
-from preempt_engine.compiled.layers import CompiledRotation, rms_norm, silu_and_multiply
+from preempt_engine.compiled.layers import (
+    add_and_normalise,
+    normalise_heads,
+    rotate,
+    silu_and_multiply,
+)
 from preempt_engine.compiled.numbers import as_array, compiled_exactly, exponential, narrow, widen
-from preempt_engine.layers import norm
+from preempt_engine.layers import norm, rotary
 from preempt_engine.layers.activation import GatedActivation, invariant_silu
-from preempt_engine.layers.rotary import PlainRotation
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -38,36 +42,53 @@ def _assert_equal_but_for_last_bits(output: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
-@pytest.mark.parametrize("shape", [(1, 7), (5, 64), (3, 4, 16)])
-def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, weight = _random(*shape, dtype=dtype), _random(shape[-1], dtype=dtype)
-    _assert_equal_but_for_last_bits(rms_norm(x, weight, 1e-5), norm.rms_norm(x, weight, 1e-5))
+@pytest.mark.parametrize("shape", [(1, 7), (5, 64), (2, 576)])
+def test_add_and_normalise(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    hidden, weight = _random(*shape, dtype=dtype), _random(shape[1], dtype=dtype)
+    update = _random(shape[0] + 1, shape[1], dtype=dtype)[1:]
+    total = hidden + update
+    normed = torch.empty_like(hidden)
+    arrays = as_array(hidden), as_array(update), as_array(weight)
+    add_and_normalise(*arrays, np.float32(1e-5), as_array(normed))
+    assert torch.equal(hidden, total)
+    _assert_equal_but_for_last_bits(normed, norm.rms_norm(total, weight, 1e-5))
 
 
-def test_rms_norm_of_a_part_of_a_row() -> None:
-    x, weight = _random(3, 6, 16, dtype=torch.float32), _random(16, dtype=torch.float32)
-    expected = norm.rms_norm(x[:, 2:5], weight, 1e-5)
-    _assert_equal_but_for_last_bits(rms_norm(x[:, 2:5], weight, 1e-5), expected)
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_normalise_heads_leaves_the_others(dtype: torch.dtype) -> None:
+    heads, weight = _random(3, 6, 16, dtype=dtype), _random(16, dtype=dtype)
+    expected = heads.clone()
+    expected[:, 2:5] = norm.rms_norm(heads[:, 2:5], weight, 1e-5)
+    normalise_heads(as_array(heads), 2, 5, as_array(weight), np.float32(1e-5))
+    _assert_equal_but_for_last_bits(heads, expected)
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
 def test_a_rotation_has_the_bits_of_the_plain_one(dtype: torch.dtype) -> None:
     heads = _random(5, 7, 16, dtype=dtype)
     cos, sin = _random(5, 16, dtype=dtype), _random(6, 16, dtype=dtype)[1:]
-    output = CompiledRotation(cos, sin).rotate(heads, 4)
-    assert torch.equal(output, PlainRotation(cos, sin).rotate(heads, 4))
+    expected = heads.clone()
+    expected[:, :4] = rotary.rotate(heads[:, :4], cos[:, None], sin[:, None])
+    rotate(as_array(heads), 4, as_array(cos), as_array(sin))
+    assert torch.equal(heads, expected)
+
+
+def _silu_and_multiply(gate_up: Tensor) -> Tensor:
+    output = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
+    silu_and_multiply(as_array(gate_up), as_array(output))
+    return output
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
 def test_silu_and_multiply(dtype: torch.dtype) -> None:
     gate_up = _random(5, 2 * 33, dtype=dtype) * 10
     expected = GatedActivation(invariant_silu, 33)(gate_up)
-    _assert_equal_but_for_last_bits(silu_and_multiply(gate_up), expected)
+    _assert_equal_but_for_last_bits(_silu_and_multiply(gate_up), expected)
 
 
 def test_silu_of_extremes_is_finite() -> None:
     gate_up = torch.tensor([[-1e30, -200.0, -88.5, 200.0, 1e30, 1.0, 1.0, 1.0, 1.0, 1.0]])
-    output = silu_and_multiply(gate_up)
+    output = _silu_and_multiply(gate_up)
     torch.testing.assert_close(output, torch.tensor([[0.0, 0.0, 0.0, 200.0, 1e30]]))
 
 
@@ -110,21 +131,22 @@ def test_bfloat16_is_rounded_as_torch_rounds_it() -> None:
     assert torch.equal(again.view(torch.int16), output.view(torch.int16))
 
 
-@pytest.mark.parametrize("block", [-1, 3, 2**30])
-def test_a_block_outside_of_the_memory_is_an_error_and_no_wild_read(block: int) -> None:
+@pytest.mark.parametrize(("block", "slot"), [(-1, 5), (3, 5), (2**30, 5), (1, 12), (1, -1)])
+def test_a_slot_outside_of_the_memory_is_an_error_and_no_wild_access(block: int, slot: int) -> None:
     cache = LayerKVCache(torch.zeros(3, 4, 1, 8), torch.zeros(3, 4, 1, 8))
     metadata = AttentionMetadata(
         query_start=[0, 1],
         read_lens=[6],
-        slot_mapping=torch.tensor([5]),
+        slot_mapping=torch.tensor([slot]),
         block_tables=torch.tensor([[0, block]], dtype=torch.int32),
         block_size=4,
     )
     plan = CompiledAttention(1.0).plan(metadata)
     with pytest.raises(IndexError, match="block table"):
         plan.attend(torch.zeros(1, 2, 8), cache, None)
+    assert isinstance(plan, CompiledPlan)
     with pytest.raises(IndexError, match="block table"):
-        plan.write_kv(cache, torch.zeros(1, 1, 8), torch.zeros(1, 1, 8))
+        plan.slots_of(cache)
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from preempt_engine.attention.paged import write_kv
 from preempt_engine.attention.protocol import AttentionMetadata, AttentionPlan, LayerKVCache
-from preempt_engine.compiled.attention import attention_loop, find_slots, store
+from preempt_engine.compiled.attention import attention_loop, find_slots
 from preempt_engine.compiled.numbers import Array, as_array
 
 # Multiply-adds, some 200 us, for which another thread is worth waking.
@@ -33,18 +34,18 @@ class CompiledAttention:
 
     def __init__(self, scale: float) -> None:
         self.scale = np.float32(scale)
-        self._slots: dict[LayerKVCache, _Slots] = {}
+        self._slots: dict[LayerKVCache, Slots] = {}
         self._threads: ThreadPoolExecutor | None = None
 
     def plan(self, metadata: AttentionMetadata) -> AttentionPlan:
-        return _CompiledPlan(self, metadata)
+        return CompiledPlan(self, metadata)
 
-    def slots_of(self, cache: LayerKVCache) -> _Slots:
+    def slots_of(self, cache: LayerKVCache) -> Slots:
         """The arrays of a layer's memory, which is the same in every step."""
         slots = self._slots.get(cache)
         if slots is None:
             arrays = as_array(cache.key_slots), as_array(cache.value_slots)
-            slots = self._slots[cache] = _Slots(*arrays)
+            slots = self._slots[cache] = Slots(*arrays)
         return slots
 
     @property
@@ -55,18 +56,27 @@ class CompiledAttention:
         return self._threads
 
 
-class _Slots(NamedTuple):
+class Slots(NamedTuple):
     """Of a layer, [num_slots, H_kv, D] each."""
 
     key: Array
     value: Array
 
 
-class _CompiledPlan:
-    """Shapes as in `AttentionPlan`; K is the longest read."""
+class CompiledPlan:
+    """Shapes as in `AttentionPlan`; K is the longest read.
+
+    Args:
+        backend: whose plan it is.
+        metadata: of the step.
+
+    Attributes:
+        slot_mapping: [T], where keys and values go.
+    """
 
     def __init__(self, backend: CompiledAttention, metadata: AttentionMetadata) -> None:
         self.backend = backend
+        self.metadata = metadata
         self.slot_mapping = as_array(metadata.slot_mapping)  # [T]
         read_lens = np.array(metadata.read_lens)
         self.sequences = np.repeat(np.arange(len(read_lens)), metadata.query_lens)  # [T]
@@ -80,44 +90,62 @@ class _CompiledPlan:
         self.highest_slot = max(slots.max() for slots in used)
 
     def write_kv(self, cache: LayerKVCache, key: Tensor, value: Tensor) -> None:
-        slots = self.backend.slots_of(cache)
-        self._check(slots)
-        store(self.slot_mapping, as_array(key), as_array(value), *slots)
+        write_kv(self.metadata.slot_mapping, cache, key, value)
 
     def attend(self, query: Tensor, cache: LayerKVCache, window: int | None) -> Tensor:
-        slots = self.backend.slots_of(cache)
-        self._check(slots)
-        num_tokens, num_heads, head_dim = query.shape
+        num_heads = query.shape[1]
         # Rows of padding are to be finite.
-        make = torch.empty if num_tokens == len(self.tokens) else torch.zeros
-        output = make(query.shape, dtype=query.dtype)
+        output = torch.zeros(query.shape, dtype=query.dtype)
+        heads = as_array(query.contiguous())
+        self.attend_slots(heads, num_heads, self.slots_of(cache), window, as_array(output))
+        return output
+
+    def attend_slots(
+        self, heads: Array, num_heads: int, slots: Slots, window: int | None, output: Array
+    ) -> None:
+        """As `attend`, in arrays.
+
+        Args:
+            heads: [T', H', D], the first H of them queries.
+            num_heads: H.
+            slots: of the layer, as `slots_of` gives them.
+            window: as in `attend`.
+            output: [T', H, D], of which T rows are written.
+        """
+        head_dim = heads.shape[2]
         loop = partial(
             attention_loop(head_dim, num_heads // slots.key.shape[1]),
-            as_array(query.contiguous()),
+            heads,
             *slots,
             self.slots,
             self.sequences,
             self.ends,
             self.slots.shape[1] if window is None else window,
             self.backend.scale,
-            as_array(output),
+            output,
         )
         num_threads = self._num_threads(num_heads * head_dim)
         if num_threads == 1:
             loop(self.tokens)
         else:
-            parts = [self.tokens[i::num_threads] for i in range(num_threads)]
+            # Copies: a loop compiled for arrays with gaps may add up in another order.
+            parts = [self.tokens[i::num_threads].copy() for i in range(num_threads)]
             list(self.backend.threads.map(loop, parts))
-        return output
 
-    def _check(self, slots: _Slots) -> None:
-        """Loops do not look where they read; a wrong block table must not become a wild read."""
+    def slots_of(self, cache: LayerKVCache) -> Slots:
+        """The layer's memory, after a check: loops do not look where they read and write.
+
+        Raises:
+            IndexError: a block table leads out of the memory.
+        """
+        slots = self.backend.slots_of(cache)
         num_slots = slots.key.shape[0]
         if self.lowest_slot < 0 or self.highest_slot >= num_slots:
             raise IndexError(
                 f"A block table leads to slots {self.lowest_slot} to {self.highest_slot}; "
                 f"the memory has {num_slots}."
             )
+        return slots
 
     def _num_threads(self, width: int) -> int:
         if len(self.tokens) * self.slots.shape[1] * width < _THREAD_WORK:  # a bound; soon told

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from preempt_engine.compiled.memory import CACHE_LINE, fetch
 from preempt_engine.compiled.numbers import Array, compiled, exponential, narrow, widen
 
 _ZERO = np.float32(0)
@@ -28,15 +29,24 @@ def find_slots(block_tables: Array, block_size: int, slots: Array) -> None:
 
 @compiled
 def store(
-    slot_mapping: Array, key: Array, value: Array, key_slots: Array, value_slots: Array
+    slot_mapping: Array, heads: Array, first: int, key_slots: Array, value_slots: Array
 ) -> None:
-    """Rows [T', H_kv, D] of keys and values -> the slots [T] of [num_slots, H_kv, D]."""
+    """Heads of keys, from `first` on, and of values, behind them -> the slots of T tokens.
+
+    Args:
+        slot_mapping: [T].
+        heads: [T', H', D].
+        first: of H_kv keys.
+        key_slots: [num_slots, H_kv, D], changes.
+        value_slots: likewise.
+    """
+    num_kv_heads = key_slots.shape[1]
     for token in range(slot_mapping.shape[0]):
         slot = slot_mapping[token]
-        for head in range(key.shape[1]):
-            for i in range(key.shape[2]):
-                key_slots[slot, head, i] = key[token, head, i]
-                value_slots[slot, head, i] = value[token, head, i]
+        for head in range(num_kv_heads):
+            for i in range(heads.shape[2]):
+                key_slots[slot, head, i] = heads[token, first + head, i]
+                value_slots[slot, head, i] = heads[token, first + num_kv_heads + head, i]
 
 
 @compiled
@@ -53,6 +63,13 @@ def softmax(row: Array) -> None:
         row[i] /= total
 
 
+@compiled
+def _seen(slots: Array, sequences: Array, ends: Array, window: int, token: int) -> Array:
+    """The slots that a query sees, in order of position."""
+    seen: Array = slots[sequences[token], max(0, ends[token] - window) : ends[token]]
+    return seen
+
+
 @functools.cache
 def attention_loop(head_dim: int, num_groups: int) -> Callable[..., None]:
     """Attention for one width of heads, which is a constant of the loops.
@@ -64,7 +81,7 @@ def attention_loop(head_dim: int, num_groups: int) -> Callable[..., None]:
     Returns:
         A function of
 
-        - query: [T', H, D] with H = H_kv * G.
+        - query: [T', H', D], of which the first H = H_kv * G heads are queries.
         - key_slots, value_slots: [num_slots, H_kv, D].
         - slots: [N, K] of each position.
         - sequences: [T], a query's row of `slots`.
@@ -91,17 +108,21 @@ def attention_loop(head_dim: int, num_groups: int) -> Callable[..., None]:
         wanted = np.empty((num_groups, head_dim), np.float32)
         scores = np.empty((num_groups, slots.shape[1]), np.float32)
         sums = np.empty((num_groups, head_dim), np.float32)
-        for token in tokens:
-            end = ends[token]
-            seen = slots[sequences[token], max(0, end - window) : end]
+        num_kv_heads = key_slots.shape[1]
+        line = CACHE_LINE // key_slots.itemsize
+        for m in range(tokens.shape[0]):
+            token = tokens[m]
+            seen = _seen(slots, sequences, ends, window, token)
             num_seen = seen.shape[0]
-            for kv_head in range(key_slots.shape[1]):
+            for kv_head in range(num_kv_heads):
                 first = kv_head * num_groups
                 for g in range(num_groups):
                     for i in range(head_dim):
                         wanted[g, i] = widen(query[token, first + g, i]) * scale
                 for p in range(num_seen):
                     key = key_slots[seen[p], kv_head]
+                    for i in range(0, head_dim, line):
+                        fetch(value_slots, seen[p], kv_head, i)
                     for g in range(num_groups):
                         score = _ZERO
                         for i in range(head_dim):
@@ -110,9 +131,19 @@ def attention_loop(head_dim: int, num_groups: int) -> Callable[..., None]:
                 for g in range(num_groups):
                     softmax(scores[g, :num_seen])
                 sums[:] = _ZERO
+                # Meanwhile the keys that come next.
+                next_head, next_seen = kv_head + 1, seen
+                if next_head == num_kv_heads and m + 1 < tokens.shape[0]:
+                    next_seen = _seen(slots, sequences, ends, window, tokens[m + 1])
+                next_head %= num_kv_heads
+                last = next_seen.shape[0] - 1
                 # Four positions at a time: the sums are read and written once for all.
                 whole = num_seen - num_seen % 4
                 for p in range(0, whole, 4):
+                    for ahead in range(p, p + 4):
+                        slot = next_seen[min(ahead, last)]
+                        for i in range(0, head_dim, line):
+                            fetch(key_slots, slot, next_head, i)
                     value_0 = value_slots[seen[p], kv_head]
                     value_1 = value_slots[seen[p + 1], kv_head]
                     value_2 = value_slots[seen[p + 2], kv_head]

@@ -1,21 +1,15 @@
-"""Layers between matrix products, one row after the other, and their place in a model.
+"""What stands between the matrix products of a Llama, row by row, in arrays.
 
-Each rounds to the dtype where the plain layer does, so both give the same numbers but for the last
-bits of float32.
+Each loop rounds to the dtype where the plain layer does, so both give the same numbers but for the
+last bits of float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from preempt_engine.compiled.numbers import (
     Array,
-    as_array,
     compiled,
     compiled_exactly,
     compiled_in_order,
@@ -23,88 +17,65 @@ from preempt_engine.compiled.numbers import (
     narrow,
     widen,
 )
-from preempt_engine.layers.activation import GatedActivation, invariant_silu
-from preempt_engine.layers.norm import RMSNorm
-from preempt_engine.layers.rotary import RotaryEmbedding
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
-_SILU = (F.silu, invariant_silu)
-
-
-def install_compiled_layers(modules: Iterable[nn.Module]) -> None:
-    """Let the layers that have a compiled loop use it."""
-    for module in modules:
-        if isinstance(module, RMSNorm):
-            module.kernel = rms_norm
-        elif isinstance(module, RotaryEmbedding):
-            module.rotation = CompiledRotation
-        elif isinstance(module, GatedActivation) and module.activation in _SILU:
-            module.kernel = silu_and_multiply
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `layers.norm.rms_norm`; [..., D] -> [..., D]."""
-    rows = x.reshape(-1, x.shape[-1])
-    output = torch.empty_like(rows)
-    _rms_norm(as_array(rows), as_array(weight), np.float32(eps), as_array(output))
-    return output.view(x.shape)
 
 
 @compiled
-def _rms_norm(x: Array, weight: Array, eps: np.float32, output: Array) -> None:
-    width = x.shape[1]
-    for row in range(x.shape[0]):
-        squares = _ZERO
-        for i in range(width):
-            element = widen(x[row, i])
-            squares += element * element
-        factor = _ONE / np.sqrt(squares / np.float32(width) + eps)
-        for i in range(width):
-            normed = widen(narrow(widen(x[row, i]) * factor, output))
-            output[row, i] = narrow(normed * widen(weight[i]), output)
+def normalise(row: Array, weight: Array, eps: np.float32, output: Array) -> None:
+    """`layers.norm.rms_norm` of one row, [D]; `output` may be the row itself."""
+    squares = _ZERO
+    for i in range(row.shape[0]):
+        element = widen(row[i])
+        squares += element * element
+    factor = _ONE / np.sqrt(squares / np.float32(row.shape[0]) + eps)
+    for i in range(row.shape[0]):
+        normed = widen(narrow(widen(row[i]) * factor, output))
+        output[i] = narrow(normed * widen(weight[i]), output)
 
 
-class CompiledRotation:
-    """As `layers.rotary.PlainRotation`."""
+@compiled
+def add_and_normalise(
+    hidden: Array, update: Array, weight: Array, eps: np.float32, output: Array
+) -> None:
+    """Add the update to the hidden states, in place, and normalise the sum; [T, D] each."""
+    for token in range(hidden.shape[0]):
+        for i in range(hidden.shape[1]):
+            total = widen(hidden[token, i]) + widen(update[token, i])
+            hidden[token, i] = narrow(total, hidden)
+        normalise(hidden[token], weight, eps, output[token])
 
-    def __init__(self, cos: Tensor, signed_sin: Tensor) -> None:
-        self.cos, self.signed_sin = as_array(cos), as_array(signed_sin)
 
-    def rotate(self, heads: Tensor, num_rotated: int) -> Tensor:
-        shape = (heads.shape[0], num_rotated, heads.shape[2])
-        output = torch.empty(shape, dtype=heads.dtype)
-        _rotate(as_array(heads.contiguous()), self.cos, self.signed_sin, as_array(output))
-        return output
+@compiled
+def normalise_heads(heads: Array, first: int, end: int, weight: Array, eps: np.float32) -> None:
+    """RMSNorm of heads [first, end) of [T, H', D], each by itself, in place."""
+    for token in range(heads.shape[0]):
+        for head in range(first, end):
+            normalise(heads[token, head], weight, eps, heads[token, head])
 
 
 @compiled_exactly
-def _rotate(heads: Array, cos: Array, signed_sin: Array, output: Array) -> None:
+def rotate(heads: Array, end: int, cos: Array, signed_sin: Array) -> None:
+    """`layers.rotary.rotate` of heads [0, end) of [T, H', D], in place; factors are [T, D]."""
     half = heads.shape[2] // 2
-    for token in range(output.shape[0]):
-        for head in range(output.shape[1]):
+    for token in range(heads.shape[0]):
+        for head in range(end):
             for i in range(half):
                 first, second = widen(heads[token, head, i]), widen(heads[token, head, half + i])
-                swapped = widen(narrow(second * widen(signed_sin[token, i]), output))
-                kept = widen(narrow(first * widen(cos[token, i]), output))
-                output[token, head, i] = narrow(swapped + kept, output)
-                swapped = widen(narrow(first * widen(signed_sin[token, half + i]), output))
-                kept = widen(narrow(second * widen(cos[token, half + i]), output))
-                output[token, head, half + i] = narrow(swapped + kept, output)
-
-
-def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up; [T, 2 * size] -> [T, size]."""
-    num_rows, width = gate_up.shape
-    output = torch.empty((num_rows, width // 2), dtype=gate_up.dtype)
-    _silu_and_multiply(as_array(gate_up), as_array(output))
-    return output
+                swapped = widen(narrow(second * widen(signed_sin[token, i]), heads))
+                kept = widen(narrow(first * widen(cos[token, i]), heads))
+                heads[token, head, i] = narrow(swapped + kept, heads)
+                swapped = widen(narrow(first * widen(signed_sin[token, half + i]), heads))
+                kept = widen(narrow(second * widen(cos[token, half + i]), heads))
+                heads[token, head, half + i] = narrow(swapped + kept, heads)
 
 
 @compiled_in_order
-def _silu_and_multiply(gate_up: Array, output: Array) -> None:
+def silu_and_multiply(gate_up: Array, output: Array) -> None:
+    """silu(gate) * up; [T, 2 * size] -> [T, size]."""
     size = output.shape[1]
-    for row in range(output.shape[0]):
+    for token in range(output.shape[0]):
         for i in range(size):
-            gate = widen(gate_up[row, i])
+            gate = widen(gate_up[token, i])
             activated = widen(narrow(gate / (_ONE + exponential(-gate)), output))
-            output[row, i] = narrow(activated * widen(gate_up[row, size + i]), output)
+            output[token, i] = narrow(activated * widen(gate_up[token, size + i]), output)

@@ -37,22 +37,14 @@ class GatedActivation(nn.Module):
     Args:
         activation: of the gate.
         size: of each half.
-
-    Attributes:
-        kernel: how it is computed, from [T, 2 * size] to [T, size]; the model runner replaces it
-            where it has something quicker.
     """
 
     def __init__(self, activation: Activation, size: int) -> None:
         super().__init__()
         self.activation = activation
         self.size = size
-        self.kernel: Activation = self._plain
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        return self.kernel(gate_up)
-
-    def _plain(self, gate_up: Tensor) -> Tensor:
         gate, up = torch.split(gate_up, self.size, dim=-1)  # [T, 2 * size] -> 2 x [T, size]
         return self.activation(gate).mul_(up)
 

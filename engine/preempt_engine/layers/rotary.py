@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +22,6 @@ class RotaryEmbedding(nn.Module):
         parameters: base and scaling of the frequencies.
         dtype: of the heads that are rotated.
         device: of the tables.
-
-    Attributes:
-        rotation: how heads are rotated; the model runner replaces it where it has something
-            quicker.
     """
 
     cos: Tensor
@@ -46,54 +40,36 @@ class RotaryEmbedding(nn.Module):
         frequencies = inverse_frequencies(head_dim, parameters)  # [D / 2]
         positions = torch.arange(max_model_len, dtype=torch.float32)
         angles = torch.outer(positions, frequencies).double()  # [max_model_len, D / 2]
-        self.rotation: Callable[[Tensor, Tensor], Rotation] = PlainRotation
         self.register_buffer("cos", angles.cos().float().to(device, dtype), persistent=False)
         self.register_buffer("sin", angles.sin().float().to(device, dtype), persistent=False)
 
-    def forward(self, positions: Tensor) -> Rotation:
-        """The rotation of a step's tokens, the same for every layer.
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors for `rotate`.
 
         Args:
             positions: int64 [T].
+
+        Returns:
+            cosines and signed sines, each [T, 1, D].
         """
         cos = self.cos.index_select(0, positions)  # [T, D / 2]
         sin = self.sin.index_select(0, positions)
-        cos, signed_sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-        return self.rotation(cos, signed_sin)
+        return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
 
-class Rotation(Protocol):
-    """The rotation of a step's tokens."""
-
-    def rotate(self, heads: Tensor, num_rotated: int) -> Tensor:
-        """Rotate pairs (i, i + D / 2) of the first heads.
-
-        Args:
-            heads: [T, H', D].
-            num_rotated: H, how many of them.
-
-        Returns:
-            [T, H, D].
-        """
-        ...
-
-
-class PlainRotation:
-    """A rotation by torch's operations.
+def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Rotate pairs (i, i + D / 2) of every head.
 
     Args:
-        cos: [T, D].
-        signed_sin: [T, D]; its first half is negated, so the swapped halves need no sign.
+        x: [T, H, D].
+        cos: [T, 1, D].
+        signed_sin: [T, 1, D]; its first half is negated, so the swapped halves need no sign.
+
+    Returns:
+        [T, H, D].
     """
-
-    def __init__(self, cos: Tensor, signed_sin: Tensor) -> None:
-        self.cos, self.signed_sin = cos[:, None], signed_sin[:, None]  # [T, 1, D]
-
-    def rotate(self, heads: Tensor, num_rotated: int) -> Tensor:
-        x = heads[:, :num_rotated]
-        half = x.shape[-1] // 2
-        # Each operation rounds by IEEE 754.
-        return x.roll(half, -1).mul_(self.signed_sin).add_(x * self.cos)
+    half = x.shape[-1] // 2
+    return x.roll(half, -1).mul_(signed_sin).add_(x * cos)  # each operation rounds by IEEE 754
 
 
 def inverse_frequencies(head_dim: int, parameters: RopeParameters) -> Tensor:

@@ -18,7 +18,7 @@ from preempt_engine.layers.parallel import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from preempt_engine.layers.rotary import RotaryEmbedding, Rotation
+from preempt_engine.layers.rotary import RotaryEmbedding, rotate
 from preempt_engine.models.sharding import ModelShard
 
 
@@ -54,7 +54,7 @@ class LlamaForCausalLM(nn.Module):
             config.head_dim, max_model_len, config.rope, dtype=dtype, device=device
         )
         self.layers = nn.ModuleList(
-            _DecoderLayer(shard, parallel, window, dtype, device, deterministic)
+            DecoderLayer(shard, parallel, window, dtype, device, deterministic)
             for window in config.layer_windows
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype=dtype, device=device)
@@ -74,9 +74,9 @@ class LlamaForCausalLM(nn.Module):
     ) -> Tensor:
         """See `CausalLM.forward`."""
         hidden = self.embed_tokens(input_ids)  # [T, hidden]
-        rotation: Rotation = self.rotary(positions)
+        cos, sin = self.rotary(positions)  # [T, 1, D]
         for layer, cache in zip(self.layers, kv_caches, strict=True):
-            hidden = layer(hidden, rotation, cache, attention)
+            hidden = layer(hidden, cos, sin, cache, attention)
         normed: Tensor = self.norm(hidden)
         return normed
 
@@ -89,7 +89,7 @@ class LlamaForCausalLM(nn.Module):
         """Destinations by Hugging Face's names."""
         tensors = self.embed_tokens.checkpoint_tensors("model.embed_tokens")
         for index, layer in enumerate(self.layers):
-            assert isinstance(layer, _DecoderLayer)
+            assert isinstance(layer, DecoderLayer)
             tensors |= layer.checkpoint_tensors(f"model.layers.{index}")
         tensors |= self.norm.checkpoint_tensors("model.norm")
         if not self.tied:
@@ -97,7 +97,9 @@ class LlamaForCausalLM(nn.Module):
         return tensors
 
 
-class _DecoderLayer(nn.Module):
+class DecoderLayer(nn.Module):
+    """One block of the decoder. Arguments as of the model, but for its sliding window."""
+
     def __init__(
         self,
         shard: ModelShard,
@@ -110,7 +112,7 @@ class _DecoderLayer(nn.Module):
         super().__init__()
         config, hidden, inner = shard.local, shard.local.hidden_size, shard.inner
         self.input_norm = RMSNorm(hidden, config.norm_eps, dtype=dtype, device=device)
-        self.attention = _Attention(shard, parallel, window, dtype, device)
+        self.attention = Attention(shard, parallel, window, dtype, device)
         self.post_attention_norm = RMSNorm(hidden, config.norm_eps, dtype=dtype, device=device)
         self.gate_up = ColumnParallelLinear(
             hidden, (inner, inner), bias=config.mlp_bias, dtype=dtype, device=device
@@ -124,12 +126,13 @@ class _DecoderLayer(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        rotation: Rotation,
+        cos: Tensor,
+        sin: Tensor,
         cache: LayerKVCache,
         attention: AttentionPlan,
     ) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        hidden = hidden + self.attention(self.input_norm(hidden), rotation, cache, attention)
+        hidden = hidden + self.attention(self.input_norm(hidden), cos, sin, cache, attention)
         gate_up = self.gate_up(self.post_attention_norm(hidden))  # [T, 2 * inner]
         output: Tensor = hidden + self.down(self.activation(gate_up))
         return output
@@ -144,7 +147,9 @@ class _DecoderLayer(nn.Module):
         )
 
 
-class _Attention(nn.Module):
+class Attention(nn.Module):
+    """Grouped queries with rotary positions. Arguments as of `DecoderLayer`."""
+
     def __init__(
         self,
         shard: ModelShard,
@@ -184,19 +189,20 @@ class _Attention(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        rotation: Rotation,
+        cos: Tensor,
+        sin: Tensor,
         cache: LayerKVCache,
         attention: AttentionPlan,
     ) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         num_tokens = hidden.shape[0]
         qkv = self.qkv(hidden).view(num_tokens, self.num_qkv_heads, self.head_dim)
-        heads = qkv
+        query_key = qkv[:, : self.num_qk_heads]  # [T, H + H_kv, D]
         if self.query_norm is not None and self.key_norm is not None:
-            query = self.query_norm(qkv[:, : self.num_heads])
-            key = self.key_norm(qkv[:, self.num_heads : self.num_qk_heads])
-            heads = torch.cat((query, key), dim=1)
-        query_key = rotation.rotate(heads, self.num_qk_heads)  # [T, H + H_kv, D]
+            query = self.query_norm(query_key[:, : self.num_heads])
+            key = self.key_norm(query_key[:, self.num_heads :])
+            query_key = torch.cat((query, key), dim=1)
+        query_key = rotate(query_key, cos, sin)
         query, key = query_key[:, : self.num_heads], query_key[:, self.num_heads :]
         attention.write_kv(cache, key, qkv[:, self.num_qk_heads :])
         attended = attention.attend(query, cache, self.window)  # [T, H, D]

@@ -6,17 +6,25 @@ and it never samples.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from preempt_engine.attention.protocol import AttentionBackend, GraphAttention
+from preempt_engine.attention.protocol import (
+    AttentionBackend,
+    AttentionPlan,
+    GraphAttention,
+    LayerKVCache,
+)
 from preempt_engine.attention.select import select_backend
 from preempt_engine.config import EngineConfig
 from preempt_engine.errors import ConfigError, EngineClosedError
 from preempt_engine.layers.parallel import SingleRank, TensorParallel
 from preempt_engine.layers.row_plan import RowPlan
 from preempt_engine.models.config import ModelConfig, resolve_model
+from preempt_engine.models.llama import LlamaForCausalLM
 from preempt_engine.models.protocol import CausalLM
 from preempt_engine.models.registry import load_model
 from preempt_engine.models.sharding import ModelShard
@@ -37,6 +45,8 @@ from preempt_engine.worker.swap_space import SwapSpace
 from preempt_engine.worker.torch_logits import TorchLogits
 
 _SINGLE_RANK = SingleRank()
+# As `CausalLM.forward`.
+Forward = Callable[[Tensor, Tensor, Sequence[LayerKVCache], AttentionPlan], Tensor]
 
 
 class ModelRunner:
@@ -93,6 +103,7 @@ class ModelRunner:
             directory, truncated=num_hidden_layers is not None
         )
         self.row_plan, self._attention = self._choose_attention(self._model)
+        self._forward: Forward = _choose_forward(self._model, self._attention)
         self.num_kv_blocks = parallel.minimum(
             choose_num_blocks(config, self.shard.local, self.dtype, self.device)
         )
@@ -144,7 +155,7 @@ class ModelRunner:
             hidden = hidden[: inputs.input_ids.shape[0]]  # [T', hidden]
         else:
             plan = self._attention.plan(inputs.metadata)
-            hidden = self._model.forward(
+            hidden = self._forward(
                 inputs.input_ids, inputs.positions, self._kv_cache.layers, plan
             )  # [T', hidden]
         if not inputs.num_logits:
@@ -167,6 +178,7 @@ class ModelRunner:
             self.parallel.close()
         self.graphs = None
         self._model = None
+        self._forward = _closed
         self._kv_cache = None
         self._swap_space = None
         self.reset()
@@ -199,14 +211,8 @@ class ModelRunner:
                 head_dim=local.head_dim,
             )
 
-        modules = list(model.modules())
-        attention = make_attention(None)
-        if attention.name == "numba":
-            from preempt_engine.compiled.layers import install_compiled_layers
-
-            install_compiled_layers(modules)
         if not config.deterministic:
-            return RowPlan(1), attention
+            return RowPlan(1), make_attention(None)
 
         setting = ProbeSetting(
             model=self.shard.local,
@@ -215,6 +221,7 @@ class ModelRunner:
             block_size=config.block_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
+        modules = list(model.modules())
         candidates, matmul = install_invariant_kernels(modules, self.device)
         row_plan = choose_row_plan(
             modules, make_attention, setting, candidates, parallel=self.parallel, matmul=matmul
@@ -255,6 +262,20 @@ class ModelRunner:
             kv_cache.copy_blocks(step.block_copies)
             if self.observer is not None:
                 self.observer.worker_copied(step.step_id, self.rank, list(step.block_copies))
+
+
+def _choose_forward(model: CausalLM, attention: AttentionBackend) -> Forward:
+    """The model's forward pass, or a quicker one with the same weights."""
+    if attention.name == "numba":
+        from preempt_engine.compiled.llama import CompiledLlama
+
+        if isinstance(model, LlamaForCausalLM) and CompiledLlama.serves(model):
+            return CompiledLlama(model).forward
+    return model.forward
+
+
+def _closed(*arguments: object) -> Tensor:
+    raise AssertionError("a closed runner computes nothing")
 
 
 def _report_computed(

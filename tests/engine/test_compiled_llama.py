@@ -1,0 +1,62 @@
+"""The compiled forward pass of the Llama family, against the model's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import Driver, family_configs, make_runner, random_tokens, save_checkpoint
+
+from preempt_engine.compiled.llama import CompiledLlama
+from preempt_engine.worker.model_runner import ModelRunner
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+_PLAIN = {"llama-relu"}  # its feed-forward layers are not gated by SiLU
+_FAMILIES = [name for name in family_configs() if not name.startswith("opt")]
+
+
+def _logits(runner: ModelRunner) -> np.ndarray:
+    """Two prompts, one in chunks beside the other's decode steps; the rows of all tokens."""
+    driver = Driver(runner)
+    prompts = {"short": random_tokens(9, seed=1), "long": random_tokens(40, seed=2)}
+    short, long = (driver.add(name, tokens) for name, tokens in prompts.items())
+    rows = []
+    for ends in ({short: 4}, {short: 5, long: 30}, {long: 31, short: 9}, {long: 40}):
+        rows += driver.run(ends)
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_logits_are_those_of_the_plain_forward_pass(
+    family: str, dtype: str, tmp_path: Path
+) -> None:
+    save_checkpoint(family_configs()[family], tmp_path)
+    plain = make_runner(tmp_path, attention_backend="torch", dtype=dtype)
+    compiled = make_runner(tmp_path, attention_backend="numba", dtype=dtype)
+    owner = getattr(compiled._forward, "__self__", None)
+    assert isinstance(owner, CompiledLlama) == (family not in _PLAIN)
+    expected = _logits(plain)
+    tolerance = {"float32": 1e-5, "bfloat16": 0.03}[dtype] * np.abs(expected).max()
+    np.testing.assert_allclose(_logits(compiled), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_forward_pass_changes_no_weight(dtype: str, tmp_path: Path) -> None:
+    save_checkpoint(family_configs()["llama"], tmp_path)
+    runner = make_runner(tmp_path, attention_backend="numba", dtype=dtype)
+    assert runner._model is not None
+    before = {
+        name: tensor.clone()
+        for name, tensor in runner._model.checkpoint_tensors().items()
+        if isinstance(tensor, torch.Tensor)
+    }
+    assert before
+    first, second = _logits(runner), _logits(runner)
+    for name, tensor in runner._model.checkpoint_tensors().items():
+        if isinstance(tensor, torch.Tensor):
+            assert torch.equal(tensor, before[name]), name
+    assert np.array_equal(first, second)
