@@ -9,6 +9,7 @@ so that a server is started once.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import sys
 import time
@@ -75,10 +76,12 @@ def main(arguments: list[str] | None = None) -> int:
     harness = PreemptHarness(adapter, {"model": model, "block_size": given.block_size})
     counts: Counter[str] = Counter()
     started = time.monotonic()
-    for seed in range(given.first, given.first + given.trials):
+    for seed in itertools.count(given.first):
+        if counts["trials"] == given.trials:
+            break
         most = (given.max_requests, given.max_tokens)
         workload = drawn_workload(seed, adapter, model, given.block_size, most)
-        if not workload.requests:
+        if not workload.requests:  # all were more or less urgent than others
             continue
         result = harness.run(workload, given.num_blocks, expect_preemption=False, baseline="solo")
         record = result.record

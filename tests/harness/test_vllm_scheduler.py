@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import msgspec
 import pytest
 
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings
@@ -14,6 +15,7 @@ from preempt_harness.adapters.vllm_scheduler import (
     VllmSchedulerAdapter,
 )
 from preempt_harness.checks import run_checks
+from preempt_harness.checks.progress import step_bounds
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.record import PlanApplied, Preempted, TokensDelivered
 from preempt_harness.trial import Trial, run_trial
@@ -176,3 +178,27 @@ def test_a_budget_below_one_token_and_its_drafts_hangs() -> None:
     )
     codes = [str(finding.code) for finding in run_checks(run_trial(trial, ADAPTERS[0])).findings]
     assert "CRASH-HANG" in codes
+
+
+@needs_vllm
+@pytest.mark.parametrize(("num_drafts", "max_tokens"), [(4, 6), (6, 8), (10, 12)])
+def test_wrong_drafts_near_the_longest_length_stop_a_lone_request(
+    num_drafts: int, max_tokens: int
+) -> None:
+    """A step ahead counts on all drafts: where these would reach max_model_len it is not made."""
+    harness = PreemptHarness(ADAPTERS[1])
+    result = harness.run(
+        harness.workload(requests=1, prompt_tokens=5, max_tokens=max_tokens),
+        64,
+        expect_preemption=False,
+        block_size=4,
+        max_model_len=5 + max_tokens,
+        speculative_config=drafts(num_drafts, 0.0),
+    )
+    result.assert_matches_baseline()
+    result.assert_clean(require=["progress"])
+    record = result.record
+    num_steps = max(event.step for event in record.events) + 1
+    far = {**record.header.config, "max_model_len": None}
+    record.header = msgspec.structs.replace(record.header, config=far)
+    assert num_steps > step_bounds(record).total, "no step had to wait, so nothing was tested"
