@@ -119,8 +119,7 @@ def tokens_of(choice: Mapping[str, Any]) -> Iterator[tuple[int, dict[int, float]
     """Token ids of a piece, each with the log probabilities that came with it.
 
     What is likelier than a greedy server's own choice was forbidden to it: end-of-sequence tokens,
-    which it was asked to ignore, and with llama.cpp whatever is not ASCII, of which the less likely
-    are left out as well.
+    which it was asked to ignore. llama.cpp tells more: there all that is forbidden is left out.
     """
     for token_id, best in _all_tokens_of(choice):
         own = best.get(token_id, 0.0)
@@ -134,7 +133,7 @@ def _all_tokens_of(choice: Mapping[str, Any]) -> Iterator[tuple[int, dict[int, f
             best = {
                 item["id"]: item["logprob"]
                 for item in entry.get("top_logprobs", ())
-                if all(byte < _END_OF_ASCII for byte in item.get("bytes") or ())
+                if _may_be_chosen(item)
             }
             yield entry["id"], {entry["id"]: entry["logprob"], **best}
         return
@@ -147,3 +146,12 @@ def _all_tokens_of(choice: Mapping[str, Any]) -> Iterator[tuple[int, dict[int, f
             if name.startswith(_ID)
         }
         yield token_id, best | ({token_id: chosen[index]} if index < len(chosen) else {})
+
+
+def _may_be_chosen(item: Mapping[str, Any]) -> bool:
+    """Whether the preset of llama.cpp leaves the token to choose: ASCII, no end of the sequence.
+
+    Ends have no text; nor have other control tokens, which are no alternatives here either.
+    """
+    text = item.get("bytes")
+    return text is None or (bool(text) and all(byte < _END_OF_ASCII for byte in text))

@@ -31,7 +31,7 @@ def load_model(model: str, dtype: str, device: str) -> nn.Module:
     """The model in evaluation mode: on a CPU in float32 unless told otherwise.
 
     The engine collects garbage whenever a manager stops. What is imported and loaded here stays,
-    and is taken out of what such a collection looks through.
+    and is taken out of what such a collection looks through, until another model is loaded.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -40,6 +40,7 @@ def load_model(model: str, dtype: str, device: str) -> nn.Module:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
+    gc.unfreeze()
     loaded: nn.Module = AutoModelForCausalLM.from_pretrained(
         model_path(model), dtype=dtype, attn_implementation="sdpa"
     )

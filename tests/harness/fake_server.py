@@ -16,6 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 VOCAB_SIZE = 64
+END_TOKEN_ID = VOCAB_SIZE
+"""In mode "characters": never chosen, and nearly as likely as what is."""
 
 
 def next_token(token_ids: list[int]) -> int:
@@ -126,6 +128,7 @@ def _choice_of_characters(token_id: int) -> dict[str, Any]:
         {"id": item % VOCAB_SIZE, "bytes": [60 if is_whole(item) else 230], "logprob": logprob}
         for item, logprob in best
     ]
+    top.append({"id": END_TOKEN_ID, "bytes": [], "logprob": -1.5})
     return {
         "text": f"<{token_id}>",
         "logprobs": {"content": [{"id": token_id, "logprob": -0.25, "top_logprobs": top}]},
