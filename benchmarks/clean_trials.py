@@ -15,8 +15,10 @@ import sys
 import time
 from collections import Counter
 
+import msgspec
+
 from preempt_harness.adapters import protocol
-from preempt_harness.adapters.protocol import EngineAdapter
+from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, Session
 from preempt_harness.adapters.registry import AdapterRegistry
 from preempt_harness.explore.random_trials import random_features
 from preempt_harness.generators import random_workload
@@ -73,7 +75,15 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"engine {given.engine} cannot be used here: {missing}", file=sys.stderr)
         return 2
     model = given.model or adapter.models[0]
-    harness = PreemptHarness(adapter, {"model": model, "block_size": given.block_size})
+
+    def open_session(settings: EngineSettings) -> Session:
+        """Baselines have as much room as the trials: another pool would be another server."""
+        num_blocks = max(settings.num_blocks, given.num_blocks)
+        return adapter.open(msgspec.structs.replace(settings, num_blocks=num_blocks))
+
+    harness = PreemptHarness(
+        adapter, {"model": model, "block_size": given.block_size}, open_session=open_session
+    )
     counts: Counter[str] = Counter()
     started = time.monotonic()
     for seed in itertools.count(given.first):
