@@ -70,7 +70,7 @@ peers: $(PEERS:%=peers-%)
 	touch $@
 
 peers-transformers-cb: $(STAMP)
-	$(BIN)/python $(SUITE) --preempt-engine transformers-cb
+	$(BIN)/python $(SUITE) -n 2 --preempt-engine transformers-cb
 
 peers-llama-cpp: $(STAMP) .venv-peers-llama-cpp/.installed
 	sh benchmarks/peers/run-llama-cpp.sh $(BIN)/python $(PEER_ENV)

@@ -9,13 +9,16 @@ so that a server is started once.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import sys
 import time
 from collections import Counter
 
+import msgspec
+
 from preempt_harness.adapters import protocol
-from preempt_harness.adapters.protocol import EngineAdapter
+from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, Session
 from preempt_harness.adapters.registry import AdapterRegistry
 from preempt_harness.explore.random_trials import random_features
 from preempt_harness.generators import random_workload
@@ -72,13 +75,23 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"engine {given.engine} cannot be used here: {missing}", file=sys.stderr)
         return 2
     model = given.model or adapter.models[0]
-    harness = PreemptHarness(adapter, {"model": model, "block_size": given.block_size})
+
+    def open_session(settings: EngineSettings) -> Session:
+        """Baselines have as much room as the trials: another pool would be another server."""
+        num_blocks = max(settings.num_blocks, given.num_blocks)
+        return adapter.open(msgspec.structs.replace(settings, num_blocks=num_blocks))
+
+    harness = PreemptHarness(
+        adapter, {"model": model, "block_size": given.block_size}, open_session=open_session
+    )
     counts: Counter[str] = Counter()
     started = time.monotonic()
-    for seed in range(given.first, given.first + given.trials):
+    for seed in itertools.count(given.first):
+        if counts["trials"] == given.trials:
+            break
         most = (given.max_requests, given.max_tokens)
         workload = drawn_workload(seed, adapter, model, given.block_size, most)
-        if not workload.requests:
+        if not workload.requests:  # all were more or less urgent than others
             continue
         result = harness.run(workload, given.num_blocks, expect_preemption=False, baseline="solo")
         record = result.record

@@ -31,6 +31,8 @@ _TWICE = (
     "test_a_prompt_that_begins_with_a_later_block_of_another",
     "test_preempted_in_decode[*",
     "test_batches_of_changing_size_in_a_tight_pool",
+    "test_a_second_batch_after_a_tight_one[*",
+    "test_newcomers_queue_behind_those_who_were_preempted[*",
 )
 # A prompt that the pool or a step's budget can never hold waits for ever, until nobody else does.
 _NOTHING_SCHEDULED = (

@@ -24,6 +24,8 @@ class ServerPreset:
         capabilities: beyond those of every server.
         policy: how it admits; "output_reserved" where it never preempts.
         body: fields of every request.
+        num_forbidden: most tokens that may be likelier than the server's own choice because the
+            request forbids them; so many more log probabilities are asked for.
         preemptions: names that the Prometheus counter of preemptions has had; empty for none.
         health_path: answers 200 when the server is ready.
     """
@@ -31,6 +33,7 @@ class ServerPreset:
     capabilities: frozenset[str] = frozenset()
     policy: AdmissionPolicy = "output_reserved"
     body: Mapping[str, Any] = field(default_factory=dict)
+    num_forbidden: int = 1  # the end of the sequence
     preemptions: tuple[str, ...] = ()
     health_path: str = "/health"
 
@@ -43,7 +46,12 @@ _PREEMPTS = frozenset(
         protocol.STOP_TOKENS,
     }
 )
-PRESETS: Mapping[str, ServerPreset] = {
+# llama.cpp names tokens when a character is complete, and then only the last of them: all others
+# are counted and never shown. Where ASCII alone may be chosen, no token is part of a character.
+_WHOLE_CHARACTERS = r"root ::= [\x01-\x7F]*"
+_END_OF_ASCII = 0x80
+
+PRESETS: dict[str, ServerPreset] = {
     "vllm": ServerPreset(
         capabilities=_PREEMPTS | {protocol.MIN_TOKENS},
         policy="chunk",
@@ -56,7 +64,9 @@ PRESETS: Mapping[str, ServerPreset] = {
         body={"return_token_ids": True},
         preemptions=("sglang:num_retracted_requests_total", "sglang:num_retracted_reqs_total"),
     ),
-    "llama.cpp": ServerPreset(body={"cache_prompt": True}),
+    "llama.cpp": ServerPreset(
+        body={"cache_prompt": True, "grammar": _WHOLE_CHARACTERS}, num_forbidden=200
+    ),
 }
 
 
@@ -109,7 +119,7 @@ def tokens_of(choice: Mapping[str, Any]) -> Iterator[tuple[int, dict[int, float]
     """Token ids of a piece, each with the log probabilities that came with it.
 
     What is likelier than a greedy server's own choice was forbidden to it: end-of-sequence tokens,
-    which it was asked to ignore.
+    which it was asked to ignore. llama.cpp tells more: there all that is forbidden is left out.
     """
     for token_id, best in _all_tokens_of(choice):
         own = best.get(token_id, 0.0)
@@ -120,7 +130,11 @@ def _all_tokens_of(choice: Mapping[str, Any]) -> Iterator[tuple[int, dict[int, f
     logprobs = choice.get("logprobs") or {}
     if "content" in logprobs:  # llama.cpp, in the form of chat completions
         for entry in logprobs["content"]:
-            best = {item["id"]: item["logprob"] for item in entry.get("top_logprobs", ())}
+            best = {
+                item["id"]: item["logprob"]
+                for item in entry.get("top_logprobs", ())
+                if _may_be_chosen(item)
+            }
             yield entry["id"], {entry["id"]: entry["logprob"], **best}
         return
     chosen = logprobs.get("token_logprobs") or []
@@ -132,3 +146,12 @@ def _all_tokens_of(choice: Mapping[str, Any]) -> Iterator[tuple[int, dict[int, f
             if name.startswith(_ID)
         }
         yield token_id, best | ({token_id: chosen[index]} if index < len(chosen) else {})
+
+
+def _may_be_chosen(item: Mapping[str, Any]) -> bool:
+    """Whether the preset of llama.cpp leaves the token to choose: ASCII, no end of the sequence.
+
+    Ends have no text; nor have other control tokens, which are no alternatives here either.
+    """
+    text = item.get("bytes")
+    return text is None or (bool(text) and all(byte < _END_OF_ASCII for byte in text))

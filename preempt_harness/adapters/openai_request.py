@@ -88,7 +88,7 @@ class RequestUnderWay:
             if not tokens and not text:
                 continue
             token_ids = [token_id for token_id, _ in tokens]
-            logprobs = [best for _, best in tokens]
+            logprobs = [self._wanted(token_id, best) for token_id, best in tokens]
             self.text += text
             self.token_ids += token_ids
             self.logprobs += logprobs
@@ -143,6 +143,11 @@ class RequestUnderWay:
             error=self.error,
             num_cached_tokens=self.num_cached,
         )
+
+    def _wanted(self, token_id: int, best: dict[int, float]) -> dict[int, float]:
+        """As many as the request wants; more were asked for, of which some were forbidden."""
+        ordered = sorted(best.items(), key=lambda item: (-item[1], item[0] != token_id))
+        return dict(ordered[: self.spec.sampling.logprobs or 1])
 
     @property
     def wants_logprobs(self) -> bool:

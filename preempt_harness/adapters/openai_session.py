@@ -25,7 +25,7 @@ from preempt_harness.workload import RequestSpec
 
 _LOOK_S = 0.1  # how often a waiting poll looks whether the server lives
 _SCORE_TIMEOUT_S = 60.0
-_SCORE_LOGPROBS = 20  # most that servers give
+_SCORE_LOGPROBS = 20  # most that vLLM and SGLang give
 
 
 class NoCounterError(RuntimeError):
@@ -78,8 +78,7 @@ class HttpSession(LimitedSession):
         self._events.append(
             record.Arrived(self._step, request.id, request.prompt_token_ids, sampling.max_tokens)
         )
-        # Room for an end-of-sequence token, which must be ignored and may be the likeliest.
-        num_logprobs = (sampling.logprobs or 1) + 1
+        num_logprobs = (sampling.logprobs or 1) + self._preset.num_forbidden
         body = self._body(request.prompt_token_ids, sampling.max_tokens, num_logprobs)
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         if sampling.stop_token_ids:
@@ -139,11 +138,13 @@ class HttpSession(LimitedSession):
         """Each token by a request of its own for the one after what came before it.
 
         Raises:
-            NoTokenIdsError: the server keeps a token to itself.
+            NoTokenIdsError: the server keeps a token to itself, or all but one of the likeliest
+                are forbidden to it.
         """
         scores = []
+        num_logprobs = max(_SCORE_LOGPROBS, self._preset.num_forbidden)
         for index, token_id in enumerate(continuation):
-            body = self._body([*prompt, *continuation[:index]], 1, _SCORE_LOGPROBS)
+            body = self._body([*prompt, *continuation[:index]], 1, num_logprobs)
             answer = self._endpoint.post("/v1/completions", body, _SCORE_TIMEOUT_S)
             tokens = list(tokens_of(answer["choices"][0]))
             if not tokens:
@@ -152,6 +153,11 @@ class HttpSession(LimitedSession):
                     f"name it: {answer['choices'][0]}"
                 )
             (top, best), *_ = tokens
+            if len(best) == 1:
+                raise NoTokenIdsError(
+                    f"of the {num_logprobs} likeliest tokens after {len(prompt) + index} others "
+                    f"the server may choose only {top}, and the second best is not known"
+                )
             (_, top_logprob), (_, second), *rest = sorted(best.items(), key=lambda item: -item[1])
             # A token that is not among the best is at most as likely as the last of them.
             last = rest[-1][1] if rest else second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +28,11 @@ def model_path(model: str) -> Path:
 
 @lru_cache(maxsize=2)
 def load_model(model: str, dtype: str, device: str) -> nn.Module:
-    """The model in evaluation mode: on a CPU in float32 unless told otherwise."""
+    """The model in evaluation mode: on a CPU in float32 unless told otherwise.
+
+    The engine collects garbage whenever a manager stops. What is imported and loaded here stays,
+    and is taken out of what such a collection looks through, until another model is loaded.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -35,10 +40,14 @@ def load_model(model: str, dtype: str, device: str) -> nn.Module:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
+    gc.unfreeze()
     loaded: nn.Module = AutoModelForCausalLM.from_pretrained(
         model_path(model), dtype=dtype, attn_implementation="sdpa"
     )
-    return loaded.to(device).eval()
+    loaded = loaded.to(device).eval()
+    gc.collect()
+    gc.freeze()
+    return loaded
 
 
 @lru_cache(maxsize=2)

@@ -54,11 +54,12 @@ class VllmSchedulerAdapter(ExactModelAdapter):
     def admission_model(self, settings: EngineSettings) -> AdmissionModel:
         """A request is admitted when the pool could hold all its known tokens; block 0 is nobody's.
 
-        A step needs slots for its drafts; with asynchronous scheduling, for all that the step in
-        flight may yet accept as well.
+        A step needs slots for its drafts; with asynchronous scheduling, for those that the step in
+        flight may yet accept as well. A request that stops by itself then has one more step under
+        way, which takes a slot for its last token.
         """
         num_drafts = num_drafts_of(settings.speculative_config)
-        in_flight = (num_drafts + 1) * self._steps_ahead(settings)
+        ahead = self._steps_ahead(settings)
         return AdmissionModel(
             policy="full_fit",
             block_size=settings.block_size,
@@ -66,9 +67,10 @@ class VllmSchedulerAdapter(ExactModelAdapter):
             max_num_seqs=settings.max_num_seqs,
             watermark=settings.watermark,
             reserved_blocks=1,
-            lookahead_tokens=num_drafts + in_flight,
+            lookahead_tokens=num_drafts * (1 + ahead),
             draft_tokens=num_drafts,
             drafts_first=True,
+            last_token_needs_room=ahead > 0,
             max_model_len=settings.max_model_len,
             prefix_caching=settings.enable_prefix_caching,
         )

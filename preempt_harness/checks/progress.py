@@ -13,7 +13,10 @@ it lost is computed while the others stand still.
     K      = sum_r (t_r + 2) + 2      in so many steps somebody gets further than ever before
 
 Steps in which the harness holds blocks are exempt. A forced preemption starts K anew. With d steps
-decided ahead of the one that runs, each 2 above is 2 + 2d.
+decided ahead of the one that runs, each 2 above is 2 + 2d. A step that is decided ahead counts on
+all drafts under way; where these would reach the longest length L that a request may have, it may
+have to wait for what becomes of them. With k drafts that concerns the tokens behind L - d (k + 1),
+each of which then costs d steps more.
 """
 
 from __future__ import annotations
@@ -97,6 +100,7 @@ def _bounds(trace: Trace) -> StepBounds:
         spec.sampling.max_tokens * num_blocks_for(together, at_once) + spare
         for spec, together in units
     )
+    work += sum(_num_waits(trace.header, spec) for spec in specs)
     last_arrival = max((spec.arrival_step for spec in specs), default=0)
     held = _exempt_steps(trace)
     num_paid = _num_paid_preemptions(trace, held)
@@ -113,6 +117,21 @@ def _bounds(trace: Trace) -> StepBounds:
         ),
         stall_formula=f"sum of {sum(times)} steps of computing anew and {spare} per request",
     )
+
+
+def _num_waits(header: Header, spec: RequestSpec) -> int:
+    """Steps in which a request may stand still until it is known whether drafts came true.
+
+    Only near the longest length that it may have, and where steps are decided ahead.
+    """
+    longest = header.config.get("max_model_len")
+    drafts = header.config.get("num_speculative_tokens")
+    ahead = steps_ahead(header)
+    if not isinstance(longest, int) or not isinstance(drafts, int) or not drafts:
+        return 0
+    first = longest - ahead * (drafts + 1)  # position of a token that may have to wait
+    num_tokens = min(longest, spec.num_prompt_tokens + spec.sampling.max_tokens) - first
+    return ahead * max(0, min(num_tokens, spec.sampling.max_tokens))
 
 
 def _num_paid_preemptions(trace: Trace, held: set[int]) -> int:

@@ -1,6 +1,7 @@
 """A server with a toy model behind `/v1/completions`: `python fake_server.py PORT MODE`.
 
-Token ids and log probabilities come in vLLM's form. MODE is "good" or one way to be broken.
+Token ids and log probabilities come in vLLM's form. MODE is "good", one way to be broken, or
+"characters": llama.cpp's form, in which odd tokens are no whole characters and never named.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 VOCAB_SIZE = 64
+END_TOKEN_ID = VOCAB_SIZE
+"""In mode "characters": never chosen, and nearly as likely as what is."""
 
 
 def next_token(token_ids: list[int]) -> int:
@@ -23,6 +26,11 @@ def next_token(token_ids: list[int]) -> int:
     for position, token_id in enumerate(token_ids):
         value = (value * 31 + token_id + position) % 1009
     return value % VOCAB_SIZE
+
+
+def is_whole(token_id: int) -> bool:
+    """Whether the token is a character, in mode "characters"."""
+    return token_id % 2 == 0
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -50,22 +58,31 @@ class Handler(BaseHTTPRequestHandler):
         elif body.get("stream"):
             self._stream(body)
         else:
-            self._send(200, json.dumps({"choices": [_choice(next_token(body["prompt"]))]}))
+            self._send(200, json.dumps({"choices": [self._choice(body, body["prompt"])[1]]}))
 
     def _stream(self, body: dict[str, Any]) -> None:
         self.send_response(200)
         self.end_headers()
         token_ids = list(body["prompt"])
         for index in range(body["max_tokens"]):
-            token_id = next_token(token_ids)
+            token_id, choice = self._choice(body, token_ids)
             token_ids.append(token_id)
             if not self._is_broken_at(index):
-                self._event({"choices": [_choice(token_id)]})
+                self._event({"choices": [choice]})
             elif self.mode == "drop":
                 return
         last = {"text": "", "finish_reason": "length"}
         self._event({"choices": [last], "usage": {"completion_tokens": body["max_tokens"]}})
         self.wfile.write(b"data: [DONE]\n\n")
+
+    def _choice(self, body: dict[str, Any], token_ids: list[int]) -> tuple[int, dict[str, Any]]:
+        """The token that follows, and how the answer shows it."""
+        token_id = next_token(token_ids)
+        if self.mode != "characters":
+            return token_id, _choice(token_id)
+        if "grammar" in body and not is_whole(token_id):
+            token_id -= 1
+        return token_id, _choice_of_characters(token_id)
 
     def _is_broken_at(self, index: int) -> bool:
         """Do what the mode is about; True when the token is not sent."""
@@ -99,6 +116,22 @@ def _choice(token_id: int) -> dict[str, Any]:
             "token_logprobs": [-0.25],
             "top_logprobs": [{f"token_id:{token_id}": -0.25, f"token_id:{second}": -2.0}],
         },
+    }
+
+
+def _choice_of_characters(token_id: int) -> dict[str, Any]:
+    """The odd ones among the best are likelier and less likely than the token, in turn."""
+    if not is_whole(token_id):
+        return {"text": "", "logprobs": None}
+    best = [(token_id + 1, -0.125), (token_id, -0.25), (token_id + 3, -1.0), (token_id + 2, -2.0)]
+    top = [
+        {"id": item % VOCAB_SIZE, "bytes": [60 if is_whole(item) else 230], "logprob": logprob}
+        for item, logprob in best
+    ]
+    top.append({"id": END_TOKEN_ID, "bytes": [], "logprob": -1.5})
+    return {
+        "text": f"<{token_id}>",
+        "logprobs": {"content": [{"id": token_id, "logprob": -0.25, "top_logprobs": top}]},
     }
 
 

@@ -110,3 +110,18 @@ def test_every_fault_is_found(fault: Fault) -> None:
     assert planted.num_reached
     codes = {finding.code.value for report in reports for finding in report.findings}
     assert any(code.startswith(fault.expected) for code in codes), codes
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_drafts", [1, 4, 10])
+def test_no_step_waits_for_drafts_near_the_longest_length(num_drafts: int, depth: int) -> None:
+    """The bound allows for engines that do; this one cuts the drafts instead."""
+    wrong = {
+        "method": "scripted",
+        "num_speculative_tokens": num_drafts,
+        "acceptance_rate": 0.0,
+    }
+    record = run(depth, workload(1, 12), blocks=64, drafts=wrong, max_model_len=9 + 12)
+    assert record.header.config["max_model_len"] == 9 + 12
+    assert run_checks(record).findings == ()
+    assert max(event.step for event in record.events) + 1 <= 1 + 12 + depth

@@ -150,6 +150,34 @@ def test_who_loses_the_first_place_to_a_change_of_priority_is_paid_for() -> None
     assert step_bounds(result.record).total < bounds.total
 
 
+@pytest.mark.parametrize(
+    ("ahead", "drafts", "longest", "waits"),
+    [
+        (1, 4, 20, 5 + 2),  # of 8 and 5 tokens behind position 15, the second request ends at 17
+        (2, 4, 20, 2 * (8 + 5)),  # behind position 10, which is in the prompts: all outputs
+        (1, 4, 22, 3),
+        (1, 4, 18, 5 + 4),  # the first ends at 18
+        (1, 4, 40, 0),  # nobody comes near
+        (1, 4, None, 0),
+        (1, 0, 20, 0),
+        (0, 4, 20, 0),
+    ],
+)
+def test_who_may_wait_for_drafts_near_the_longest_length(
+    ahead: int, drafts: int, longest: int | None, waits: int
+) -> None:
+    record = run_fake(make_workload([12, 12], max_tokens=8))
+    record.header.workload["requests"][1]["sampling"]["max_tokens"] = 5
+
+    def bound(**config: object) -> int:
+        header = replace(record.header, config={**record.header.config, **config})
+        return step_bounds(replace(record, header=header)).total
+
+    plain = bound(async_scheduling=ahead)
+    config = {"num_speculative_tokens": drafts, "max_model_len": longest}
+    assert bound(async_scheduling=ahead, **config) == plain + waits
+
+
 def test_a_squeeze_excuses_nobody_who_stands_still_afterwards() -> None:
     """Negative control: r1 and r2 lose their blocks to it, and are never admitted again."""
     record = held_in(livelocked(), {3})

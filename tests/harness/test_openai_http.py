@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import signal
@@ -15,12 +16,14 @@ import msgspec
 import psutil
 import pytest
 
-from preempt_harness.adapters.openai_answers import count_of
+from preempt_harness.adapters.openai_answers import PRESETS, count_of
 from preempt_harness.adapters.openai_http import OpenAIHttpAdapter
 from preempt_harness.adapters.openai_server import ServerProcess, ServerStartError
+from preempt_harness.checks import run_checks
 from preempt_harness.errors import UnsupportedTrialError
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.result import TrialResult
+from preempt_harness.trial import Trial, run_trial
 from preempt_harness.verdict import Verdict
 from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
 from tests.harness.fake_server import VOCAB_SIZE, next_token
@@ -128,6 +131,41 @@ def test_a_refused_request_ends_with_the_servers_words(adapter_of: Any) -> None:
     result = run(adapter_of("good"), Workload(requests=requests(5, 101)))
     assert "the prompt is too long" in result.record.results["r1"].error
     assert len(result.record.results["r0"].outputs[0].token_ids) == OUTPUTS
+
+
+def test_whole_characters_are_asked_for_where_parts_of_them_are_not_named(adapter_of: Any) -> None:
+    """llama.cpp counts tokens that are part of a character, and never shows them."""
+    workload = Workload(requests=requests(5, 9, 17, logprobs=2))
+    adapter = adapter_of("characters", preset="llama.cpp")
+    harness = PreemptHarness(adapter)
+    result = harness.run(workload, 64, expect_preemption=False)
+    result.assert_matches_baseline()
+    result.assert_clean(require=["tokens", "delivery"])
+    for request in workload.requests:
+        output = result.record.results[request.id].outputs[0]
+        token_ids = list(request.prompt_token_ids)
+        assert len(output.token_ids) == OUTPUTS
+        for token_id, shown in zip(output.token_ids, output.logprobs or [], strict=True):
+            assert token_id == next_token(token_ids) - next_token(token_ids) % 2
+            token_ids.append(token_id)
+            assert shown == {token_id: -0.25, (token_id + 2) % VOCAB_SIZE: -2.0}
+
+
+def test_tokens_that_are_counted_and_not_named_are_found(
+    adapter_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the same server, whose tokens are not restricted."""
+    preset = dataclasses.replace(PRESETS["llama.cpp"], body={})
+    monkeypatch.setitem(PRESETS, "llama.cpp", preset)
+    adapter = adapter_of("characters", preset="llama.cpp")
+    settings = PreemptHarness(adapter).settings(num_blocks=64)
+    trial = Trial(
+        engine=adapter.name, settings=settings, workload=Workload(requests=requests(5, 9, 17))
+    )
+    found = [str(finding) for finding in run_checks(run_trial(trial, adapter)).findings]
+    assert len(found) == 3
+    assert all("PROG-UNDUE-ERROR" in finding for finding in found)
+    assert all("counts 8 completion tokens" in finding for finding in found)
 
 
 def test_an_aborted_request_leaves_the_others(adapter_of: Any) -> None:

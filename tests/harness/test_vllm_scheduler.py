@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import msgspec
 import pytest
 
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings
@@ -13,7 +14,9 @@ from preempt_harness.adapters.vllm_scheduler import (
     AsyncVllmSchedulerAdapter,
     VllmSchedulerAdapter,
 )
+from preempt_harness.admission import simulate
 from preempt_harness.checks import run_checks
+from preempt_harness.checks.progress import step_bounds
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.record import PlanApplied, Preempted, TokensDelivered
 from preempt_harness.trial import Trial, run_trial
@@ -52,8 +55,12 @@ def test_a_missing_engine_gives_one_line(adapter: EngineAdapter) -> None:
 @BOTH
 def test_drafts_and_a_step_in_flight_need_slots(adapter: EngineAdapter) -> None:
     settings = EngineSettings(num_blocks=8, speculative_config=drafts(3))
-    lookahead = adapter.admission_model(settings).lookahead_tokens
-    assert lookahead == (7 if adapter.name.endswith("async") else 3)
+    is_ahead = adapter.name.endswith("async")
+    model = adapter.admission_model(settings)
+    assert model.lookahead_tokens == (6 if is_ahead else 3)
+    assert model.last_token_needs_room == is_ahead
+    plain = adapter.admission_model(EngineSettings(num_blocks=8))
+    assert plain.lookahead_tokens == 0
 
 
 @needs_vllm
@@ -71,6 +78,28 @@ def test_a_tight_pool(adapter: EngineAdapter, num_drafts: int) -> None:
     result.assert_preempted(mode="recompute")
     result.assert_matches_baseline()
     result.assert_clean(require=["kvsan", "progress", "delivery"])
+
+
+@needs_vllm
+@BOTH
+@pytest.mark.parametrize("max_tokens", range(21, 28))
+def test_the_largest_pool_that_is_said_to_preempt_does(
+    adapter: EngineAdapter, max_tokens: int
+) -> None:
+    """Up to the last slot: no request asks for one beyond its last computed token."""
+    harness = PreemptHarness(adapter, {"block_size": 4, "max_num_seqs": 4})
+    workload = harness.workload(requests=4, prompt_tokens=(8, 11), max_tokens=max_tokens)
+    admission = adapter.admission_model(harness.settings())
+    sizes = range(12, 64)
+    largest = max(size for size in sizes if simulate(workload, admission, size).preemptions)
+    for size in (largest, largest + 1):
+        trial = Trial(
+            engine=adapter.name, settings=harness.settings(num_blocks=size), workload=workload
+        )
+        record = run_trial(trial, adapter)
+        preempted = [event for event in record.events if isinstance(event, Preempted)]
+        assert bool(preempted) == (size == largest)
+        assert run_checks(record).findings == ()
 
 
 @needs_vllm
@@ -176,3 +205,27 @@ def test_a_budget_below_one_token_and_its_drafts_hangs() -> None:
     )
     codes = [str(finding.code) for finding in run_checks(run_trial(trial, ADAPTERS[0])).findings]
     assert "CRASH-HANG" in codes
+
+
+@needs_vllm
+@pytest.mark.parametrize(("num_drafts", "max_tokens"), [(4, 6), (6, 8), (10, 12)])
+def test_wrong_drafts_near_the_longest_length_stop_a_lone_request(
+    num_drafts: int, max_tokens: int
+) -> None:
+    """A step ahead counts on all drafts: where these would reach max_model_len it is not made."""
+    harness = PreemptHarness(ADAPTERS[1])
+    result = harness.run(
+        harness.workload(requests=1, prompt_tokens=5, max_tokens=max_tokens),
+        64,
+        expect_preemption=False,
+        block_size=4,
+        max_model_len=5 + max_tokens,
+        speculative_config=drafts(num_drafts, 0.0),
+    )
+    result.assert_matches_baseline()
+    result.assert_clean(require=["progress"])
+    record = result.record
+    num_steps = max(event.step for event in record.events) + 1
+    far = {**record.header.config, "max_model_len": None}
+    record.header = msgspec.structs.replace(record.header, config=far)
+    assert num_steps > step_bounds(record).total, "no step had to wait, so nothing was tested"
