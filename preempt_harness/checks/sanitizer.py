@@ -82,8 +82,27 @@ class RankSanitizer:
     def poison(self, step: int, blocks: Sequence[int], tick: int) -> None:
         """The worker overwrote blocks with the poison pattern."""
         valid = self._valid_blocks(step, blocks, "poisons")
+        for block in valid:
+            self._check_unused(step, block)
         self._shadow.poison(valid, Write("", step, tick))
         self._index.mark(valid)
+
+    def _check_unused(self, step: int, block: int) -> None:
+        """Nobody whose table the worker was given by an earlier step has the block."""
+        holders = dict.fromkeys(seq for seq, _ in self._index.entries.get(block, ()))
+        if not holders:
+            return
+        self._context.listing.report(
+            Code.KVSAN_SHARED_WRITE,
+            step,
+            f"the worker poisons block {block} as free, which is in the block table of "
+            f"{', '.join(holders)}",
+            once=block,
+            seq=next(iter(holders)),
+            block=block,
+            rank=self.rank,
+        )
+        self._context.spoiled.add(block)
 
     def copy(self, step: int, pairs: Sequence[tuple[int, int]], tick: int) -> None:
         """The worker copied device blocks."""
