@@ -88,17 +88,24 @@ class RankSanitizer:
         self._index.mark(valid)
 
     def _check_unused(self, step: int, block: int) -> None:
-        """Nobody whose table the worker was given by an earlier step has the block."""
-        holders = dict.fromkeys(seq for seq, _ in self._index.entries.get(block, ()))
+        """Nobody has the block, by both accounts, since a step before this one.
+
+        One account alone may lag behind the other where steps are decided ahead.
+        """
+        tables = self._context.tables
+        holders = [
+            seq
+            for seq in dict.fromkeys(seq for seq, _ in self._index.entries.get(block, ()))
+            if tables is not None and tables.has_held(seq, block, step)
+        ]
         if not holders:
             return
         self._context.listing.report(
             Code.KVSAN_SHARED_WRITE,
             step,
-            f"the worker poisons block {block} as free, which is in the block table of "
-            f"{', '.join(holders)}",
+            f"the worker poisons block {block} as free, which {', '.join(holders)} has",
             once=block,
-            seq=next(iter(holders)),
+            seq=holders[0],
             block=block,
             rank=self.rank,
         )

@@ -4,8 +4,9 @@
                  ends with a block, by its length or by a stop token
     limits       min_tokens, stop tokens and max_tokens close together within outputs, which drafts
                  run across
-    ends         short requests that end one by one, some of them with the first token of a block,
-                 while steps are decided ahead and drafts take blocks; blocks are wanted for long
+    ends         requests that end one by one, with a block or with the first token of one, while
+                 steps are decided ahead and drafts take blocks
+    want         one request or two, decided ahead, that get no block for long
     both ways    more and less urgent requests swapped out and in, with swap space for few blocks
 
 What an engine is not capable of is left out; an aim of which nothing would be left is not drawn.
@@ -28,6 +29,7 @@ from preempt_harness.plan import Action, Preempt, PreemptionPlan, Squeeze, Step
 from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
 
 _LONGEST_OUTPUT_BLOCKS = 4
+_ROOM_FOR_DRAFTS = 16  # tokens of a step
 
 
 class Aimed(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +47,23 @@ class Aimed(msgspec.Struct, frozen=True, kw_only=True):
     num_spare_blocks: int = 0
 
 
-Aim = Callable[[random.Random, Aimed, EngineAdapter], Aimed]
+class Aim(msgspec.Struct, frozen=True, kw_only=True):
+    """One of them.
+
+    Attributes:
+        apply: changes a trial.
+        needed: capabilities without which nothing would be left of it.
+        at_outputs: whether outputs must be known beforehand.
+    """
+
+    apply: Callable[[random.Random, Aimed, EngineAdapter], Aimed]
+    needed: frozenset[str]
+    at_outputs: bool = False
+
+    def suits(self, adapter: EngineAdapter) -> bool:
+        """Whether the engine is capable of it."""
+        known = isinstance(adapter, KnowsOutputs) or not self.at_outputs
+        return known and self.needed <= adapter.capabilities
 
 
 def aim(
@@ -59,11 +77,10 @@ def aim(
         adapter: of the engine.
         planned: whether the trial may have a plan.
     """
-    names = [name for name, needed in _NEEDED.items() if needed <= adapter.capabilities]
-    names = [name for name in names if name not in _KNOWING or isinstance(adapter, KnowsOutputs)]
-    if not names:
+    able = [candidate for candidate in AIMS.values() if candidate.suits(adapter)]
+    if not able:
         return trial
-    aimed = _AIMS[source.choice(names)](source, trial, adapter)
+    aimed = source.choice(able).apply(source, trial, adapter)
     actions = tuple(
         action
         for action in aimed.actions
@@ -152,7 +169,6 @@ def _ends(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
     settings = msgspec.structs.replace(
         settings,
         enable_prefix_caching=settings.enable_prefix_caching and source.random() < 0.5,
-        max_num_batched_tokens=max(16, settings.max_num_batched_tokens),
         max_num_seqs=max(4, settings.max_num_seqs),
     )
     workload = _with_company(_equals(trial.workload), source.randint(3, 8))
@@ -199,8 +215,10 @@ def _small_blocks(
 def _ahead(
     source: random.Random, settings: EngineSettings, adapter: EngineAdapter
 ) -> EngineSettings:
-    """Steps are decided ahead if the engine can, mostly with drafts."""
+    """Steps are decided ahead if the engine can, mostly with drafts, for which there is room."""
     depth = source.choice((1, 2, 2))
+    budget = max(_ROOM_FOR_DRAFTS, settings.max_num_batched_tokens)
+    settings = msgspec.structs.replace(settings, max_num_batched_tokens=budget)
     if protocol.ASYNC_SCHEDULING in adapter.capabilities and takes(adapter, settings, None, depth):
         settings = msgspec.structs.replace(
             settings, speculative_config=None, async_scheduling=depth
@@ -291,18 +309,21 @@ def _with_option(
     return msgspec.structs.replace(settings, options={**settings.options, name: value})
 
 
-_AIMS: dict[str, Aim] = {
-    "followers": _followers,
-    "limits": _limits,
-    "ends": _ends,
-    "want": _want,
-    "both ways": _both_ways,
+AIMS = {
+    "followers": Aim(
+        apply=_followers,
+        needed=frozenset({protocol.PREFIX_CACHING, protocol.STOP_TOKENS}),
+        at_outputs=True,
+    ),
+    "limits": Aim(
+        apply=_limits,
+        needed=frozenset({protocol.STOP_TOKENS, protocol.MIN_TOKENS}),
+        at_outputs=True,
+    ),
+    "ends": Aim(apply=_ends, needed=frozenset({protocol.STEPPED})),
+    "want": Aim(apply=_want, needed=frozenset({protocol.STEPPED, protocol.HOLD_BLOCKS})),
+    "both ways": Aim(
+        apply=_both_ways, needed=frozenset({protocol.STEPPED, protocol.SWAP, protocol.PREEMPT})
+    ),
 }
-_NEEDED = {
-    "followers": {protocol.PREFIX_CACHING, protocol.STOP_TOKENS},
-    "limits": {protocol.STOP_TOKENS, protocol.MIN_TOKENS},
-    "ends": {protocol.STEPPED},
-    "want": {protocol.STEPPED, protocol.HOLD_BLOCKS},
-    "both ways": {protocol.STEPPED, protocol.SWAP, protocol.PREEMPT},
-}
-_KNOWING = ("followers", "limits")
+"""By name."""

@@ -54,7 +54,7 @@ _UNPREDICTABLE = (
     "operations",
 )
 _CONTINUED = 0.25  # of trials in which a prompt goes on where another's output is
-_AIMED = 0.25  # of trials that aim at several things at once
+_AIMED = 0.3  # of trials that aim at several things at once
 _QUEUE_LIMITED = 0.1  # of trials in which few requests may wait
 
 
@@ -79,11 +79,12 @@ def random_trial(
         max_requests, max_tokens: size of the workload.
         settings, features: instead of drawn ones.
         action_kinds: of `ACTION_KINDS`, for the plan; with none there is no plan.
-        later: draw later features, continuations, queue limits and predictable trials as well.
-            Each has draws of its own, so that without them a seed gives what it gave before there
-            were any.
+        later: draw later features, continuations, queue limits and predictable trials as well,
+            and aims where settings are drawn. Each has draws of its own, so that without them a
+            seed gives what it gave before there were any.
     """
     source = random.Random(f"{seed}/trial")
+    aimable = later and settings is None
     if settings is None:
         settings = random_settings(source, adapter, model)
         settings = with_drafts(random.Random(f"{seed}/drafts"), settings, adapter)
@@ -107,7 +108,7 @@ def random_trial(
         settings, workload = _with_short_queue(queue, settings, workload, adapter)
     drawn = Aimed(settings=settings, workload=workload)
     aims = random.Random(f"{seed}/aim")
-    if later and aims.random() < _AIMED:
+    if aimable and aims.random() < _AIMED:
         drawn = aim(aims, drawn, adapter, planned=bool(action_kinds))
     settings, workload = _limited(source, drawn.settings, drawn.workload, adapter)
     admission = adapter.admission_model(settings)
