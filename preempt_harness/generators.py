@@ -441,46 +441,6 @@ def _random_operations(
 # Later features -----------------------------------------------------------------------------------
 
 
-def with_continuation(
-    source: random.Random, workload: Workload, *, text: Sequence[int], of: int, block_size: int
-) -> Workload:
-    """Another request's prompt becomes what one request's text will be.
-
-    A prefix cache may then find blocks that hold outputs. The prompt is cut at a block boundary of
-    the outputs, or one token beside it, and goes on with a token of its own or not. Often the
-    output itself ends at that boundary, so that its last token was never computed.
-
-    Args:
-        source: of the draws.
-        workload: of two requests or more.
-        text: prompt and outputs of the request whose text it is.
-        of: its index; the shorter its output, the same it begins with.
-        block_size: of the pool.
-    """
-    first = workload.requests[of]
-    other = source.choice([index for index in range(len(workload.requests)) if index != of])
-    boundaries = range(
-        (first.num_prompt_tokens // block_size + 1) * block_size, len(text) + 1, block_size
-    )
-    end = source.choice([*boundaries, len(text)])
-    requests = list(workload.requests)
-    if boundaries and source.random() < 0.5:
-        end = source.choice(boundaries)
-        sampling = msgspec.structs.replace(
-            first.sampling, max_tokens=end - first.num_prompt_tokens, min_tokens=0
-        )
-        requests[of] = msgspec.structs.replace(first, sampling=sampling)
-    prompt = [*text[: max(1, end + source.choice((0, 0, 1, -1)))]]
-    if source.random() < 0.5:
-        prompt.append(requests[other].prompt_token_ids[0])
-    requests[other] = msgspec.structs.replace(
-        requests[other],
-        prompt_token_ids=prompt,
-        arrival_step=first.arrival_step + source.randint(1, 2 * len(text)),
-    )
-    return msgspec.structs.replace(workload, requests=in_order_of_arrival(requests))
-
-
 def _second_batch(source: random.Random, workload: Workload, vocab_size: int) -> Workload:
     """The later half arrives together, after more steps than the others can well take."""
     requests = list(workload.requests)

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from preempt_harness import record
+from preempt_harness._knob_watch import KnobWatch
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.child import EngineProcessError
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, Session
@@ -115,8 +116,15 @@ class _Run:
         self._plan_runner = PlanRunner(plan, block_size=session.info.block_size)
         self._num_submitted = 0
         self._is_stepped = protocol.STEPPED in adapter.capabilities
+        needed = {"PoolCounts", "Preempted", "TokensDelivered"}
+        self._sees_knobs = self._is_stepped and needed <= set(session.info.observed)
         self._heard_at = time.monotonic()
         self._max_polls = poll_bound(trial.workload, plan)
+        self._knobs = KnobWatch(
+            adapter.name,
+            num_reserved_blocks=session.info.config.get("reserved_blocks", 0),
+            num_ahead=trial.settings.async_scheduling,
+        )
 
     def loop(self) -> None:
         """Poll until every request has ended, or until no clean engine would still be busy."""
@@ -142,7 +150,10 @@ class _Run:
                     self._operate(operation)
             self._carry_out(self._plan_runner.before_step(self.step, self._views.views))
             self.events += self._plan_runner.take_reports()
-            self._take(self._session.poll(self._poll_timeout_s))
+            events = self._session.poll(self._poll_timeout_s)
+            self._take(events)
+            if self._sees_knobs:
+                self._knobs.take(events)
             self.step += 1
         self._carry_out(self._plan_runner.finish(self.step, self._views.views))
         self.events += self._plan_runner.take_reports()
@@ -206,6 +217,7 @@ class _Run:
         for command in commands:
             if isinstance(command, PreemptCommand):
                 self._session.preempt(command.request, command.mode)
+                self._knobs.preempted(command.request)
             elif isinstance(command, AbortCommand):
                 self._session.abort(command.request)
             else:
@@ -214,7 +226,9 @@ class _Run:
     def _hold(self, command: HoldCommand) -> None:
         every = self._session.info.num_blocks
         wanted = every if command.blocks == "all" else command.blocks
-        if self._session.hold_blocks(wanted) == 0 and wanted > 0:
+        num_held = self._session.hold_blocks(wanted)
+        self._knobs.held(num_held)
+        if num_held == 0 and wanted > 0:
             self._plan_runner.refuse(command, "no block is free that could be held")
 
 

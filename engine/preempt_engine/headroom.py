@@ -32,16 +32,23 @@ def blocks_to_admit(residency: Residency, request: Request) -> tuple[int, set[in
 
 
 def victims_of(residency: Residency, request: Request) -> list[Request] | None:
-    """Who must go so that the head of the queue can run; None if nobody would help."""
+    """Who must go so that the head of the queue can run; None if nobody would help.
+
+    Blocks that are copied to the host are free when the step is done: the head comes in the next
+    one, and the others go on meanwhile.
+    """
     num_blocks, hits = blocks_to_admit(residency, request)
+    config = residency.config
+    is_later = config.preemption_mode == "swap"
     return victims_for(
         request,
         residency.running,
         residency.blocks,
         num_blocks=num_blocks,
         hits=hits,
-        max_num_seqs=residency.config.max_num_seqs,
+        max_num_seqs=config.max_num_seqs,
         num_watermark_blocks=num_blocks_beside(residency, request),
+        num_tokens_to_come=1 + config.num_speculative_tokens if is_later else 0,
     )
 
 

@@ -61,6 +61,7 @@ def victims_for(
     hits: AbstractSet[int],
     max_num_seqs: int,
     num_watermark_blocks: int,
+    num_tokens_to_come: int,
 ) -> list[Request] | None:
     """The fewest of the least urgent that must go so that a more urgent request can run.
 
@@ -77,6 +78,7 @@ def victims_for(
         hits: blocks that it would share, cached or in use.
         max_num_seqs: most sequences that run at once.
         num_watermark_blocks: to be left free unless nobody else runs.
+        num_tokens_to_come: by so many a sequence may have got longer when victims' blocks are free.
 
     Returns:
         Victims, the least urgent first; empty when it fits as it is. None when it would not fit
@@ -84,9 +86,10 @@ def victims_for(
     """
     victims: list[Request] = []
     freed = _FreedBlocks(blocks)
-    # What the others need to go on in this very step: were it not left to them, the newcomer would
-    # be evicted at once.
-    num_growth_blocks = sum(_num_growth_blocks(request, blocks) for request in running)
+    # What the others need to go on, until the newcomer has come: were it not left to them, the
+    # newcomer would be evicted at once, or would not fit when the victims' blocks are free.
+    num_growth_blocks = sum(_num_growth_blocks(request, blocks, 0) for request in running)
+    later = [_num_growth_blocks(request, blocks, num_tokens_to_come) for request in running]
     num_seqs = newcomer.num_seqs + sum(request.num_seqs for request in running)
     while True:
         survivors = len(running) - len(victims)
@@ -100,7 +103,7 @@ def victims_for(
         victims.append(victim)
         freed.add(victim)
         num_seqs -= victim.num_seqs
-        num_growth_blocks -= _num_growth_blocks(victim, blocks)
+        num_growth_blocks = sum(later[: survivors - 1])
 
 
 class _FreedBlocks:
@@ -133,13 +136,23 @@ class _FreedBlocks:
                     self._freed.add(block_id)
 
 
-def _num_growth_blocks(request: Request, blocks: BlockManager) -> int:
-    """Blocks that the request lacks, copies included, to compute the tokens it knows."""
-    return blocks.num_to_write(
-        (sequence, sequence.num_tokens)
+def _num_growth_blocks(request: Request, blocks: BlockManager, num_tokens_to_come: int) -> int:
+    """Blocks that the request lacks, copies included, to compute the tokens it knows, and more.
+
+    Args:
+        request: that runs.
+        blocks: the pool.
+        num_tokens_to_come: of each sequence. Several may have to copy a block each as well.
+    """
+    last = request.last_position
+    num_blocks = blocks.num_to_write(
+        (sequence, max(sequence.num_tokens, min(sequence.num_tokens + num_tokens_to_come, last)))
         for sequence in request.sequences.values()
         if sequence.num_computed_tokens < sequence.num_tokens and not sequence.follows
     )
+    if num_tokens_to_come and request.num_seqs > 1:
+        num_blocks += request.num_seqs
+    return num_blocks
 
 
 class PreemptionController(Protocol):

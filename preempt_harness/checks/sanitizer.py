@@ -82,8 +82,34 @@ class RankSanitizer:
     def poison(self, step: int, blocks: Sequence[int], tick: int) -> None:
         """The worker overwrote blocks with the poison pattern."""
         valid = self._valid_blocks(step, blocks, "poisons")
+        for block in valid:
+            self._check_unused(step, block)
         self._shadow.poison(valid, Write("", step, tick))
         self._index.mark(valid)
+
+    def _check_unused(self, step: int, block: int) -> None:
+        """Nobody has the block, by both accounts, since a step before this one.
+
+        One account alone may lag behind the other where steps are decided ahead.
+        """
+        tables = self._context.tables
+        holders = [
+            seq
+            for seq in dict.fromkeys(seq for seq, _ in self._index.entries.get(block, ()))
+            if tables is not None and tables.has_held(seq, block, step)
+        ]
+        if not holders:
+            return
+        self._context.listing.report(
+            Code.KVSAN_SHARED_WRITE,
+            step,
+            f"the worker poisons block {block} as free, which {', '.join(holders)} has",
+            once=block,
+            seq=holders[0],
+            block=block,
+            rank=self.rank,
+        )
+        self._context.spoiled.add(block)
 
     def copy(self, step: int, pairs: Sequence[tuple[int, int]], tick: int) -> None:
         """The worker copied device blocks."""

@@ -167,6 +167,11 @@ class SchedulerTables:
         """Sequences whose table names the block."""
         return [seq for seq, lease in self.leases.items() if block in lease.born]
 
+    def has_held(self, seq: str, block: int, step: int) -> bool:
+        """Whether the sequence holds the block, in a stay that began before the step."""
+        lease = self.leases.get(seq)
+        return lease is not None and lease.step < step and block in lease.born
+
     def _drop(self, block: int) -> None:
         self.num_references -= 1
         self.refs[block] -= 1

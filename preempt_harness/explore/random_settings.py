@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -54,24 +55,46 @@ def random_settings(source: random.Random, adapter: EngineAdapter, model: str) -
 def with_drafts(
     source: random.Random, settings: EngineSettings, adapter: EngineAdapter
 ) -> EngineSettings:
-    """The settings, sometimes with tokens drafted ahead.
-
-    The engine's own model drafts, and a method that finds drafts in the text; for the exact model
-    also drafts of which a given share is right.
-    """
+    """The settings, sometimes with tokens drafted ahead."""
     if protocol.SPECULATION not in adapter.capabilities or source.random() >= _SPECULATIVE:
         return settings
-    exact = settings.model == "exact"
-    methods = ("ngram", "draft_model", "scripted") if exact else ("ngram",)
-    able = [name for name in methods if takes(adapter, settings, _drafts_by(name))]
+    return drafted(source, settings, adapter)
+
+
+def drafted(
+    source: random.Random,
+    settings: EngineSettings,
+    adapter: EngineAdapter,
+    *,
+    methods: Sequence[str] = ("ngram", "draft_model", "scripted"),
+    counts: Sequence[int] = (1, 2, 3, 5),
+    rates: Sequence[float] = (0.0, 0.5, 0.9, 1.0, 1.0),
+) -> EngineSettings:
+    """The settings with tokens drafted ahead, if the engine can.
+
+    For the exact model its own drafts, and those of a script, of which a given share is right;
+    for any model a method that finds drafts in the text.
+
+    Args:
+        source: of the draws.
+        settings, adapter: of the engine.
+        methods: to draw from, for the exact model.
+        counts: most drafts at once, to draw from.
+        rates: shares of right drafts to draw from.
+    """
+    if protocol.SPECULATION not in adapter.capabilities:
+        return settings
+    ahead = settings.async_scheduling
+    known = methods if settings.model == "exact" else ("ngram",)
+    able = [name for name in known if takes(adapter, settings, _drafts_by(name), ahead)]
     if not able:
         return settings
     method = source.choice(able)
-    drafts = _drafts_by(method, source.choice((1, 2, 3, 5)))
+    drafts = _drafts_by(method, source.choice(counts))
     if method == "draft_model":
         drafts["model"] = settings.model
     if method != "ngram":
-        drafts["acceptance_rate"] = source.choice((0.0, 0.5, 0.9, 1.0, 1.0))
+        drafts["acceptance_rate"] = source.choice(rates)
     return msgspec.structs.replace(settings, speculative_config=drafts)
 
 

@@ -16,6 +16,7 @@ from preempt_harness.adapters import protocol
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, KnowsOutputs
 from preempt_harness.admission import AdmissionModel
 from preempt_harness.budget import KVBudget
+from preempt_harness.explore.aims import Aimed, aim
 from preempt_harness.explore.random_plans import ACTION_KINDS, random_plan
 from preempt_harness.explore.random_settings import (
     predictable,
@@ -31,8 +32,9 @@ from preempt_harness.generators import (
     LATER_FEATURES,
     random_tokens,
     random_workload,
-    with_continuation,
 )
+from preempt_harness.known_outputs import is_plain, with_continuation
+from preempt_harness.plan import PreemptionPlan
 from preempt_harness.trial import Trial
 from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
 
@@ -52,6 +54,7 @@ _UNPREDICTABLE = (
     "operations",
 )
 _CONTINUED = 0.25  # of trials in which a prompt goes on where another's output is
+_AIMED = 0.3  # of trials that aim at several things at once
 _QUEUE_LIMITED = 0.1  # of trials in which few requests may wait
 
 
@@ -76,11 +79,12 @@ def random_trial(
         max_requests, max_tokens: size of the workload.
         settings, features: instead of drawn ones.
         action_kinds: of `ACTION_KINDS`, for the plan; with none there is no plan.
-        later: draw later features, continuations, queue limits and predictable trials as well.
-            Each has draws of its own, so that without them a seed gives what it gave before there
-            were any.
+        later: draw later features, continuations, queue limits and predictable trials as well,
+            and aims where settings are drawn. Each has draws of its own, so that without them a
+            seed gives what it gave before there were any.
     """
     source = random.Random(f"{seed}/trial")
+    aimable = later and settings is None
     if settings is None:
         settings = random_settings(source, adapter, model)
         settings = with_drafts(random.Random(f"{seed}/drafts"), settings, adapter)
@@ -102,9 +106,14 @@ def random_trial(
         workload = _continued(random.Random(f"{seed}/continued"), settings, workload, adapter)
         queue = random.Random(f"{seed}/queue")
         settings, workload = _with_short_queue(queue, settings, workload, adapter)
-    settings, workload = _limited(source, settings, workload, adapter)
+    drawn = Aimed(settings=settings, workload=workload)
+    aims = random.Random(f"{seed}/aim")
+    if aimable and aims.random() < _AIMED:
+        drawn = aim(aims, drawn, adapter, planned=bool(action_kinds))
+    settings, workload = _limited(source, drawn.settings, drawn.workload, adapter)
     admission = adapter.admission_model(settings)
-    budget = KVBudget.solve(workload, admission, _num_blocks(source, workload, admission, adapter))
+    num_blocks = _num_blocks(source, workload, admission, adapter) + drawn.num_spare_blocks
+    budget = KVBudget.solve(workload, admission, num_blocks)
     if source.random() < _GIANTS:
         workload = _with_giant(source, workload, settings, budget.num_blocks, adapter)
     plan = random_plan(source, workload, adapter, action_kinds)
@@ -112,7 +121,7 @@ def random_trial(
         engine=adapter.name,
         settings=msgspec.structs.replace(settings, num_blocks=budget.num_blocks),
         workload=workload,
-        plan=plan.encode(),
+        plan=PreemptionPlan([*drawn.actions, *plan.actions]).encode(),
         budget=budget.to_builtins(),
     )
 
@@ -244,9 +253,7 @@ def _continued(
     if not isinstance(adapter, KnowsOutputs) or source.random() >= _CONTINUED:
         return workload
     greedy = [
-        index
-        for index, request in enumerate(workload.requests)
-        if request.sampling.temperature == 0 and not request.sampling.changes_logits
+        index for index, request in enumerate(workload.requests) if is_plain(request.sampling)
     ]
     if len(workload.requests) < 2 or not greedy:
         return workload

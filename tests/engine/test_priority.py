@@ -90,6 +90,19 @@ def test_blocks_that_survivors_need_in_this_step_do_not_count() -> None:
     assert waiting(llm) == ["c", "b"]
 
 
+def test_blocks_that_survivors_need_until_the_victims_are_copied_do_not_count_either() -> None:
+    # b's blocks are free when they are copied, a step later; by then a takes one of the two.
+    llm = priority_engine(4, preemption_mode="swap", swap_space_blocks=4)
+    add(llm, "a", 7, 1)
+    add(llm, "b", 7, 3)
+    llm.step()
+    add(llm, "c", 7, 2)
+    llm.step()
+    assert llm.counters.num_preemptions == 0
+    assert running(llm) == ["a", "b"]
+    assert waiting(llm) == ["c"]
+
+
 def test_shared_blocks_are_not_freed_by_evicting_one_of_two() -> None:
     llm = priority_engine(4)
     llm.add_request([1] * 9, GREEDY, request_id="a", priority=1)

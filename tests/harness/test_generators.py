@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -24,7 +23,6 @@ from preempt_harness.generators import (
     shape_prompt,
     shared_prefix,
     unequal_lengths,
-    with_continuation,
 )
 from preempt_harness.workload import RequestSpec, Workload
 
@@ -173,23 +171,6 @@ def test_a_second_batch_arrives_when_the_first_has_ended() -> None:
         half = (len(requests) + 1) // 2
         tokens = sum(r.num_prompt_tokens + r.sampling.max_tokens for r in requests[:half])
         assert all(r.arrival_step > tokens for r in requests[half:])
-
-
-def test_a_continuation_begins_with_another_requests_text() -> None:
-    at_its_end = 0
-    for seed in range(40):
-        workload = shared_prefix(vocab_size=64, block_size=4, seed=seed)
-        output = random_tokens(64, f"{seed}/output", 16)
-        text = [*workload.requests[0].prompt_token_ids, *output]
-        changed = with_continuation(random.Random(seed), workload, text=text, of=0, block_size=4)
-        assert_well_formed(changed, 64)
-        (late,) = [r for r in changed.requests if r.arrival_step]
-        first = changed.requests[0]
-        assert late.prompt_token_ids[:-1] == text[: late.num_prompt_tokens - 1]
-        assert late.num_prompt_tokens >= first.num_prompt_tokens
-        total = first.num_prompt_tokens + first.sampling.max_tokens
-        at_its_end += total % 4 == 0 and late.num_prompt_tokens > total
-    assert at_its_end
 
 
 def test_an_unknown_feature_is_refused() -> None:

@@ -191,7 +191,7 @@ def test_same_step_prefix_hit_on_a_block_being_filled_is_no_finding() -> None:
         ("wrong_slot", Code.KVSAN_WRONG_SLOT, {}),
         ("read_long", Code.KVSAN_READ_LEN, {}),
         ("read_short", Code.KVSAN_READ_LEN, {}),
-        ("poison_live", Code.KVSAN_STALE_READ, {}),
+        ("poison_live", Code.KVSAN_SHARED_WRITE, {}),
     ],
 )
 def test_planted_fault_is_found_by_its_code(

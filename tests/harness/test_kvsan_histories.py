@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from preempt_harness.checks import Code, Finding
 from preempt_harness.checks.kvsan import KVSan
@@ -323,6 +324,32 @@ def test_granted_block_that_never_reaches_the_worker_is_found() -> None:
     finding = made.findings()[0]
     assert (finding.code, finding.position) == (Code.KVSAN_WRONG_SLOT, 4)
     assert "only 1 blocks" in finding.message
+
+
+def test_poison_of_a_block_that_somebody_has_is_found_before_it_is_read(history: History) -> None:
+    history.emit(BlocksPoisoned(1, 0, [1]))
+    (finding,) = history.findings()
+    assert finding.code == Code.KVSAN_SHARED_WRITE
+    assert (finding.step, finding.sequence, finding.block) == (1, "r0.0", 1)
+
+
+def test_poison_of_a_block_that_was_freed_while_its_last_step_ran_is_none(
+    history: History,
+) -> None:
+    history.deliver("r0.0", 6)
+    history.schedule("r0.0", 5, 6)
+    history.free("r0.0", [0, 1])  # decided while step 1 runs
+    history.compute("r0.0", 5, [6], [0, 1])
+    history.done()
+    history.emit(BlocksPoisoned(2, 0, [0, 1]))
+    assert history.findings() == []
+
+
+def test_poison_of_a_block_that_a_later_step_is_to_write_is_none(history: History) -> None:
+    history.allocate("r1.0", [2])  # decided ahead, for step 2
+    history.events[-1] = replace(history.events[-1], step=2)
+    history.emit(BlocksPoisoned(1, 0, [2]))
+    assert history.findings() == []
 
 
 def test_unknown_rank_is_found(history: History) -> None:

@@ -1,0 +1,329 @@
+"""Trials that aim at things which happen together. Each aim changes a drawn trial; no engine runs.
+
+    followers    prompts that begin with another request's text, up to a block of its outputs; it
+                 ends with a block, by its length or by a stop token
+    limits       min_tokens, stop tokens and max_tokens close together within outputs, which drafts
+                 run across
+    ends         requests that end one by one, with a block or with the first token of one, while
+                 steps are decided ahead and drafts take blocks
+    want         one request or two, decided ahead, that get no block for long
+    both ways    more and less urgent requests swapped out and in, with swap space for few blocks
+
+What an engine is not capable of is left out; an aim of which nothing would be left is not drawn.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from preempt_harness.adapters import protocol
+from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, KnowsOutputs
+from preempt_harness.explore.random_settings import drafted, takes
+from preempt_harness.generators import in_order_of_arrival
+from preempt_harness.known_outputs import is_plain, with_followers, with_limits
+from preempt_harness.plan import Action, Preempt, PreemptionPlan, Squeeze, Step
+from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
+
+_LONGEST_OUTPUT_BLOCKS = 4
+_ROOM_FOR_DRAFTS = 16  # tokens of a step
+
+
+class Aimed(msgspec.Struct, frozen=True, kw_only=True):
+    """A trial in the making.
+
+    Attributes:
+        settings, workload: of the trial.
+        actions: for its plan, besides those that are drawn anyway.
+        num_spare_blocks: by so many the pool is larger than it would be.
+    """
+
+    settings: EngineSettings
+    workload: Workload
+    actions: tuple[Action, ...] = ()
+    num_spare_blocks: int = 0
+
+
+class Aim(msgspec.Struct, frozen=True, kw_only=True):
+    """One of them.
+
+    Attributes:
+        apply: changes a trial.
+        needed: capabilities without which nothing would be left of it.
+        at_outputs: whether outputs must be known beforehand.
+    """
+
+    apply: Callable[[random.Random, Aimed, EngineAdapter], Aimed]
+    needed: frozenset[str]
+    at_outputs: bool = False
+
+    def suits(self, adapter: EngineAdapter) -> bool:
+        """Whether the engine is capable of it."""
+        known = isinstance(adapter, KnowsOutputs) or not self.at_outputs
+        return known and self.needed <= adapter.capabilities
+
+
+def aim(
+    source: random.Random, trial: Aimed, adapter: EngineAdapter, *, planned: bool = True
+) -> Aimed:
+    """Apply one of the aims that the engine is capable of, if there is any.
+
+    Args:
+        source: of the draws.
+        trial: what was drawn so far.
+        adapter: of the engine.
+        planned: whether the trial may have a plan.
+    """
+    able = [candidate for candidate in AIMS.values() if candidate.suits(adapter)]
+    if not able:
+        return trial
+    aimed = source.choice(able).apply(source, trial, adapter)
+    actions = tuple(
+        action
+        for action in aimed.actions
+        if planned and PreemptionPlan([action]).capabilities <= adapter.capabilities
+    )
+    return msgspec.structs.replace(aimed, actions=actions)
+
+
+# Outputs that are known ---------------------------------------------------------------------------
+
+
+def _followers(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
+    settings = msgspec.structs.replace(trial.settings, enable_prefix_caching=True)
+    if source.random() < 0.6:
+        settings = _drafted(source, settings, adapter, rates=(0.0, 0.5, 0.9))
+    workload = _with_company(trial.workload, 2)
+    index = source.randrange(len(workload.requests))
+    prompt = workload.requests[index].prompt_token_ids
+    length = source.randint(1, _LONGEST_OUTPUT_BLOCKS) * settings.block_size
+    output = _output(adapter, settings, prompt, length)
+    if output is None:
+        return trial
+    workload = with_followers(
+        source, workload, text=[*prompt, *output], of=index, block_size=settings.block_size
+    )
+    return Aimed(settings=settings, workload=workload)
+
+
+def _limits(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
+    settings = trial.settings
+    if source.random() < 0.8:
+        settings = _drafted(source, settings, adapter, rates=(0.5, 0.9, 1.0, 1.0))
+    requests, outputs = [], {}
+    for index, request in enumerate(trial.workload.requests):
+        length = request.sampling.max_tokens
+        if not is_plain(request.sampling) and source.random() < 0.5:
+            request = msgspec.structs.replace(request, sampling=SamplingSpec(max_tokens=length))
+        output = _output(adapter, settings, request.prompt_token_ids, length)
+        if is_plain(request.sampling) and output is not None:
+            outputs[index] = output
+        requests.append(request)
+    workload = msgspec.structs.replace(trial.workload, requests=requests)
+    workload = with_limits(source, workload, outputs=outputs, block_size=settings.block_size)
+    return Aimed(settings=settings, workload=workload)
+
+
+def _output(
+    adapter: EngineAdapter, settings: EngineSettings, prompt: list[int], length: int
+) -> list[int] | None:
+    assert isinstance(adapter, KnowsOutputs)
+    return adapter.greedy_output(settings, prompt, length)
+
+
+def _with_company(workload: Workload, num_requests: int) -> Workload:
+    """So many requests at least; those that are added have the others' prompts from behind."""
+    requests = list(workload.requests)
+    for index in range(len(requests), num_requests):
+        like = requests[index - len(workload.requests)]
+        prompt = [*reversed(like.prompt_token_ids)]
+        requests.append(msgspec.structs.replace(like, id=f"r{index}", prompt_token_ids=prompt))
+    return msgspec.structs.replace(workload, requests=in_order_of_arrival(requests))
+
+
+def _drafted(
+    source: random.Random,
+    settings: EngineSettings,
+    adapter: EngineAdapter,
+    *,
+    rates: Sequence[float],
+    counts: Sequence[int] = (1, 2, 3, 5),
+) -> EngineSettings:
+    """Tokens drafted ahead; of random text there is nothing to look up."""
+    methods = ("draft_model", "scripted")
+    return drafted(source, settings, adapter, methods=methods, counts=counts, rates=rates)
+
+
+# Blocks that are scarce ---------------------------------------------------------------------------
+
+
+def _ends(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
+    settings = _ahead(source, _small_blocks(source, trial.settings, adapter), adapter)
+    settings = _with_option(settings, adapter, protocol.POISON, "poison", True)
+    order = source.choice(("lifo", "lifo", "random", "fifo"))
+    name = protocol.BLOCK_REUSE_ORDER
+    settings = _with_option(settings, adapter, name, "block_reuse_order", order)
+    settings = msgspec.structs.replace(
+        settings,
+        enable_prefix_caching=settings.enable_prefix_caching and source.random() < 0.5,
+        max_num_seqs=max(4, settings.max_num_seqs),
+    )
+    workload = _with_company(_equals(trial.workload), source.randint(3, 8))
+    workload = _ending_beside_boundaries(source, workload, settings.block_size)
+    tokens = sum(
+        request.num_prompt_tokens + request.sampling.max_tokens for request in workload.requests
+    )
+    return Aimed(
+        settings=settings,
+        workload=workload,
+        num_spare_blocks=tokens // settings.block_size // source.choice((1, 2, 4)),
+    )
+
+
+def _want(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
+    settings = _ahead(source, _small_blocks(source, trial.settings, adapter), adapter)
+    requests = trial.workload.requests[: source.choice((1, 1, 2))]
+    names = {request.id for request in requests}
+    operations = [item for item in trial.workload.operations if item.request in ("", *names)]
+    workload = _equals(Workload(requests=requests, operations=operations))
+    start = source.randint(0, 4)
+    return Aimed(
+        settings=settings,
+        workload=_ending_beside_boundaries(source, workload, settings.block_size),
+        actions=(Squeeze("all", start, start + source.randint(8, 40)),),
+    )
+
+
+def _equals(workload: Workload) -> Workload:
+    """Nobody is more urgent than others: priorities do not go with steps ahead."""
+    return Workload(
+        requests=[msgspec.structs.replace(request, priority=0) for request in workload.requests],
+        operations=[item for item in workload.operations if item.kind != "set_priority"],
+    )
+
+
+def _small_blocks(
+    source: random.Random, settings: EngineSettings, adapter: EngineAdapter
+) -> EngineSettings:
+    sizes = sorted(adapter.block_sizes or (1, 2, 3, 4))[:3]
+    return msgspec.structs.replace(settings, block_size=source.choice(sizes))
+
+
+def _ahead(
+    source: random.Random, settings: EngineSettings, adapter: EngineAdapter
+) -> EngineSettings:
+    """Steps are decided ahead if the engine can, mostly with drafts, for which there is room."""
+    depth = source.choice((1, 2, 2))
+    budget = max(_ROOM_FOR_DRAFTS, settings.max_num_batched_tokens)
+    settings = msgspec.structs.replace(settings, max_num_batched_tokens=budget)
+    if protocol.ASYNC_SCHEDULING in adapter.capabilities and takes(adapter, settings, None, depth):
+        settings = msgspec.structs.replace(
+            settings, speculative_config=None, async_scheduling=depth
+        )
+    if source.random() < 0.2:
+        return settings
+    return _drafted(source, settings, adapter, counts=(2, 5, 8), rates=(0.7, 0.9, 1.0))
+
+
+def _ending_beside_boundaries(
+    source: random.Random, workload: Workload, block_size: int
+) -> Workload:
+    """Requests end with a block, or a token or two in the next; some go on for longer."""
+    requests = []
+    for request in workload.requests:
+        total = request.num_prompt_tokens + source.randint(0, 3 * block_size)
+        total += source.choice((0, 0, source.randint(2, 10) * block_size))
+        total = (total // block_size + 1) * block_size + source.choice((0, 1, 1, 2))
+        sampling = msgspec.structs.replace(
+            request.sampling, max_tokens=total - request.num_prompt_tokens, min_tokens=0
+        )
+        requests.append(msgspec.structs.replace(request, sampling=sampling))
+    return msgspec.structs.replace(workload, requests=requests)
+
+
+def _both_ways(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
+    workload = _with_company(trial.workload, source.randint(4, 6))
+    size = trial.settings.block_size
+    if protocol.PRIORITY in adapter.capabilities:
+        workload = _calm_and_urgent(source, workload, size)
+    blocks = sorted(
+        (request.num_prompt_tokens + request.sampling.max_tokens // 2) // size + 1
+        for request in workload.requests
+    )
+    settings = msgspec.structs.replace(
+        trial.settings,
+        max_num_seqs=max(4, trial.settings.max_num_seqs),
+        options={
+            **trial.settings.options,
+            "preemption_mode": "swap",
+            "swap_space_blocks": source.randint(blocks[0], blocks[-2] + blocks[-1]),
+        },
+    )
+    return Aimed(
+        settings=settings,
+        workload=workload,
+        actions=tuple(_out_when_others_come(source, workload.requests)),
+    )
+
+
+def _calm_and_urgent(source: random.Random, workload: Workload, block_size: int) -> Workload:
+    """Some have time, come first and stay long; others are urgent and come meanwhile."""
+    horizon = 4 + max(request.sampling.max_tokens for request in workload.requests) // 2
+    requests = []
+    for request in workload.requests:
+        arrival, priority, more = 0, 2, source.randint(1, 4) * block_size
+        if source.random() < 0.6:
+            arrival, priority, more = source.randint(0, horizon), source.randrange(2), block_size
+        length = request.sampling.max_tokens + more
+        sampling = msgspec.structs.replace(request.sampling, max_tokens=length)
+        requests.append(
+            msgspec.structs.replace(
+                request, arrival_step=arrival, priority=priority, sampling=sampling
+            )
+        )
+    return msgspec.structs.replace(workload, requests=in_order_of_arrival(requests))
+
+
+def _out_when_others_come(
+    source: random.Random, requests: Sequence[RequestSpec]
+) -> Iterable[Action]:
+    """Who is at least as urgent as a later request is swapped out about when that one comes."""
+    for index, request in enumerate(requests):
+        before = [other for other in requests[:index] if other.priority <= request.priority]
+        if request.arrival_step and before:
+            victim = source.choice(before)
+            step = max(
+                victim.arrival_step + 1, request.arrival_step + source.choice((-1, -1, 0, 0, 1))
+            )
+            yield Preempt(victim.id, Step(step), "swap")
+
+
+def _with_option(
+    settings: EngineSettings, adapter: EngineAdapter, capability: str, name: str, value: Any
+) -> EngineSettings:
+    if capability not in adapter.capabilities:
+        return settings
+    return msgspec.structs.replace(settings, options={**settings.options, name: value})
+
+
+AIMS = {
+    "followers": Aim(
+        apply=_followers,
+        needed=frozenset({protocol.PREFIX_CACHING, protocol.STOP_TOKENS}),
+        at_outputs=True,
+    ),
+    "limits": Aim(
+        apply=_limits,
+        needed=frozenset({protocol.STOP_TOKENS, protocol.MIN_TOKENS}),
+        at_outputs=True,
+    ),
+    "ends": Aim(apply=_ends, needed=frozenset({protocol.STEPPED})),
+    "want": Aim(apply=_want, needed=frozenset({protocol.STEPPED, protocol.HOLD_BLOCKS})),
+    "both ways": Aim(
+        apply=_both_ways, needed=frozenset({protocol.STEPPED, protocol.SWAP, protocol.PREEMPT})
+    ),
+}
+"""By name."""

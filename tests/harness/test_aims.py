@@ -1,0 +1,167 @@
+"""Aimed trials: what each aim is for happens in them, and they suit the engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from preempt_harness.adapters import protocol
+from preempt_harness.adapters.embedded import EmbeddedAdapter
+from preempt_harness.adapters.protocol import EngineSettings
+from preempt_harness.budget import KVBudget
+from preempt_harness.explore.aims import AIMS, Aimed, aim
+from preempt_harness.explore.random_settings import random_settings
+from preempt_harness.explore.random_trials import random_trial
+from preempt_harness.generators import random_workload
+from preempt_harness.plan import PreemptionPlan, Squeeze
+from preempt_harness.record import (
+    BlocksPoisoned,
+    SwappedIn,
+    SwappedOut,
+    TokensDelivered,
+    TrialRecord,
+)
+from preempt_harness.trial import Trial, run_trial
+
+SEEDS = range(40)
+
+
+def drawn(seed: int, adapter: EmbeddedAdapter) -> Aimed:
+    """A trial in the making, before any aim."""
+    settings = random_settings(random.Random(seed), adapter, "exact")
+    settings = msgspec.structs.replace(settings, tensor_parallel_size=1)
+    workload = random_workload(
+        seed, vocab_size=64, block_size=settings.block_size, features=["shared_prefix"]
+    )
+    return Aimed(settings=settings, workload=workload)
+
+
+def aimed(name: str) -> Iterator[Aimed]:
+    adapter = EmbeddedAdapter()
+    for seed in SEEDS:
+        yield AIMS[name].apply(random.Random(f"{seed}/aim"), drawn(seed, adapter), adapter)
+
+
+def run(trial: Aimed) -> TrialRecord:
+    adapter = EmbeddedAdapter()
+    urgent = any(request.priority for request in trial.workload.requests)
+    settings = msgspec.structs.replace(
+        trial.settings, scheduling_policy="priority" if urgent else "fcfs"
+    )
+    admission = adapter.admission_model(settings)
+    least = KVBudget.solve(trial.workload, admission, "minimal").num_blocks
+    settings = msgspec.structs.replace(settings, num_blocks=least + trial.num_spare_blocks)
+    plan = PreemptionPlan(trial.actions).encode()
+    return run_trial(
+        Trial(engine="embedded", settings=settings, workload=trial.workload, plan=plan), adapter
+    )
+
+
+def steps_of(record: TrialRecord, kind: type) -> set[int]:
+    return {event.step for event in record.events if type(event) is kind}
+
+
+def test_followers_find_blocks_of_outputs() -> None:
+    num_found = 0
+    for trial in aimed("followers"):
+        assert trial.settings.enable_prefix_caching
+        record = run(trial)
+        requests = trial.workload.requests
+        for request in requests:
+            cached = record.results[request.id].num_cached_tokens or 0
+            # What it found is longer than the prompt whose continuation it is.
+            num_found += any(
+                request.prompt_token_ids[: other.num_prompt_tokens] == other.prompt_token_ids
+                and cached > other.num_prompt_tokens
+                for other in requests
+                if other is not request and other.arrival_step < request.arrival_step
+            )
+    assert num_found > 5
+
+
+def test_limits_are_met_within_runs_of_drafts() -> None:
+    num_met = 0
+    for trial in aimed("limits"):
+        if trial.settings.speculative_config is None:
+            continue
+        record = run(trial)
+        for request in trial.workload.requests:
+            (output,) = record.results[request.id].outputs
+            index = len(output.token_ids) - 1
+            if output.finish_reason != "stop" or index != request.sampling.min_tokens:
+                continue
+            last, before = [
+                event.step
+                for event in reversed(record.events)
+                if isinstance(event, TokensDelivered) and event.seq == f"{request.id}.0"
+            ][:2]
+            num_met += last == before
+    assert num_met > 5
+
+
+def test_ends_leave_blocks_while_steps_are_decided_ahead_with_drafts() -> None:
+    num_poisoned = 0
+    for trial in aimed("ends"):
+        settings = trial.settings
+        assert settings.async_scheduling in (1, 2)
+        assert settings.max_num_batched_tokens >= 16
+        if settings.speculative_config is not None:
+            num_poisoned += bool(steps_of(run(trial), BlocksPoisoned))
+    assert num_poisoned > 10
+
+
+def test_want_is_of_one_or_two_and_lasts() -> None:
+    for trial in aimed("want"):
+        (squeeze,) = trial.actions
+        assert isinstance(squeeze, Squeeze)
+        assert squeeze.stop - squeeze.start >= 8
+        assert len(trial.workload.requests) <= 2
+
+
+def test_both_ways_in_one_step() -> None:
+    num_both = 0
+    for trial in aimed("both ways"):
+        record = run(trial)
+        num_both += bool(steps_of(record, SwappedIn) & steps_of(record, SwappedOut))
+    assert num_both
+
+
+@pytest.mark.parametrize("name", AIMS)
+def test_an_aimed_trial_suits_the_engine(name: str) -> None:
+    adapter = EmbeddedAdapter()
+    for trial in aimed(name):
+        assert protocol.refusal_of(adapter, trial.settings) is None
+        ids = [request.id for request in trial.workload.requests]
+        assert ids == [f"r{index}" for index in range(len(ids))]
+        for request in trial.workload.requests:
+            assert 0 <= request.sampling.min_tokens <= request.sampling.max_tokens
+
+
+def test_what_an_engine_cannot_do_is_not_aimed_at() -> None:
+    class Plain(EmbeddedAdapter):
+        capabilities = frozenset({protocol.RECOMPUTE})
+
+    trial = drawn(0, EmbeddedAdapter())
+    assert aim(random.Random(0), trial, Plain()) == trial
+
+
+def test_without_a_plan_there_are_no_actions() -> None:
+    adapter = EmbeddedAdapter()
+    planned = [aim(random.Random(seed), drawn(seed, adapter), adapter) for seed in SEEDS]
+    assert any(trial.actions for trial in planned)
+    for seed, trial in enumerate(planned):
+        plain = aim(random.Random(seed), drawn(seed, adapter), adapter, planned=False)
+        assert plain == msgspec.structs.replace(trial, actions=())
+
+
+def test_settings_that_are_given_stay() -> None:
+    adapter = EmbeddedAdapter()
+    settings = EngineSettings(model="exact", num_blocks=1, block_size=8)
+    for seed in SEEDS:
+        trial = random_trial(seed, adapter, model="exact", settings=settings)
+        assert trial.settings.block_size == 8
+        assert trial.settings.async_scheduling == 0
+        assert trial.settings.speculative_config is None

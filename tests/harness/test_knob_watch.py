@@ -1,0 +1,80 @@
+"""A claimed knob that does nothing is an error, not a trial that shows nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from preempt_harness._knob_watch import IdleKnobError, KnobWatch
+from preempt_harness.adapters.embedded import EmbeddedAdapter, EmbeddedSession
+from preempt_harness.adapters.embedded_pool import EnginePool
+from preempt_harness.adapters.protocol import EngineSettings
+from preempt_harness.generators import block_edges
+from preempt_harness.record import EngineError, PoolCounts, Preempted, TokensDelivered
+from preempt_harness.trial import Trial, run_trial
+
+
+class IdlePreempt(EmbeddedSession):
+    def preempt(self, request: str, mode: str) -> None:
+        pass
+
+
+class IdleHold(EmbeddedSession):
+    def hold_blocks(self, num_blocks: int) -> int:
+        return num_blocks
+
+
+def errors(session: type[EmbeddedSession], plan: str, **settings: object) -> list[str]:
+    trial = Trial(
+        engine="embedded",
+        settings=EngineSettings(model="exact", num_blocks=40, block_size=4, **settings),  # type: ignore[arg-type]
+        workload=block_edges(vocab_size=64, block_size=4, seed=0),
+        plan=plan,
+    )
+    pool = EnginePool()
+    record = run_trial(trial, EmbeddedAdapter(), open_session=lambda chosen: session(chosen, pool))
+    return [f"{e.kind}: {e.message}" for e in record.events if isinstance(e, EngineError)]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("plan", ["preempt:r1@out=3", "preempt-all@step=4", "every:3,max=2"])
+def test_a_preempt_that_preempts_nobody(plan: str, ahead: int) -> None:
+    assert errors(EmbeddedSession, plan, async_scheduling=ahead) == []
+    (error,) = errors(IdlePreempt, plan, async_scheduling=ahead)
+    assert error.startswith("IdleKnobError: Engine 'embedded' was told to preempt r")
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_a_hold_that_holds_nothing(ahead: int) -> None:
+    plan = "squeeze:3@2..6"
+    assert errors(EmbeddedSession, plan, async_scheduling=ahead) == []
+    (error,) = errors(IdleHold, plan, async_scheduling=ahead)
+    assert "says that 3 blocks are held, and shows 0" in error
+
+
+def test_what_an_engine_always_keeps_is_not_held_for_the_plan() -> None:
+    watch = KnobWatch("e", num_reserved_blocks=1)
+    counts = PoolCounts(3, 8, 5, 0, 2, 1, 0)
+    watch.take([counts])
+    watch.held(2)
+    with pytest.raises(IdleKnobError, match="1 of which it always keeps"):
+        watch.take([counts])
+    watch.held(0)
+    watch.take([counts])
+
+
+def test_a_request_that_ends_right_away_shows_nothing_of_the_knob() -> None:
+    watch = KnobWatch("e")
+    watch.preempted("r0")
+    for step in range(2):
+        watch.take([TokensDelivered(step, "r0.0", [5])])
+    for step in range(2, 9):
+        watch.take([TokensDelivered(step, "r1.0", [5])])
+
+
+def test_one_preemption_shows_that_the_knob_works() -> None:
+    watch = KnobWatch("e")
+    watch.preempted("r0")
+    watch.take([Preempted(0, "r0", "recompute", "decode", "forced", 3, 4)])
+    watch.preempted("r1")
+    for step in range(9):
+        watch.take([TokensDelivered(step, "r1.0", [5])])
