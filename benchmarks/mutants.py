@@ -81,7 +81,7 @@ def _places(module: str) -> Iterator[tuple[str, str, int, int, str]]:
     from cosmic_ray.ast.ast_query import ASTQuery
 
     source = Path(module).read_text()
-    spans = annotations(source)
+    spans = annotation_spans(source)
     nodes = list(ast_nodes(get_ast(source)))
     for name, operator in _operators():
         occurrence = 0
@@ -116,7 +116,7 @@ def _mutate(
     return Mutant(module, operator, occurrence, line, definition, after)
 
 
-def annotations(source: str) -> list[Span]:
+def annotation_spans(source: str) -> list[Span]:
     """Where annotations are; changes there change nothing."""
     found: list[ast.expr] = []
     for node in ast.walk(ast.parse(source)):
