@@ -1,7 +1,7 @@
 """Small changes of a module's source, by the operators of cosmic-ray. Runs no test.
 
-Changes of type annotations, which cannot matter, are left out, and of changes with one result all
-but the first.
+Changes of type annotations, which cannot matter, are left out, and those that are no Python (the
+`*` before keyword arguments is taken for an operator), and what gives the same text as another.
 """
 
 from __future__ import annotations
@@ -36,11 +36,6 @@ class Mutant:
     line: int
     definition: str
     source: str
-
-    @property
-    def place(self) -> tuple[str, str, int]:
-        """What tells it from all others of the same sources."""
-        return self.module, self.operator, self.occurrence
 
     def changed_lines(self) -> list[str]:
         """The lines before (-) and after (+)."""
@@ -112,6 +107,10 @@ def _mutate(
     before = Path(module).read_text()
     after = mutate_code(before, get_operator(operator)(), occurrence)
     if after is None or after == before:
+        return None
+    try:
+        compile(after, module, "exec")
+    except SyntaxError:
         return None
     return Mutant(module, operator, occurrence, line, definition, after)
 

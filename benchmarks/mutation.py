@@ -4,8 +4,8 @@
     python -m benchmarks.mutation scheduler budget --sample 60 --seed 1
     python -m benchmarks.mutation scheduler --by tests search   # the search judges survivors
     python -m benchmarks.mutation scheduler --by suite          # is the harness enough?
-    python -m benchmarks.mutation scheduler --by tests --out DIR
-    python -m benchmarks.mutation scheduler --by tests --again DIR    # what survived, once more
+    python -m benchmarks.mutation scheduler --out DIR
+    python -m benchmarks.mutation scheduler --again DIR   # what survived or is new, once more
 
 Needs `pip install cosmic-ray`. The repository's files are staged in a temporary folder, so that the
 working tree is never changed. A sample is drawn from all changes of a target's modules; each is
@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,7 +66,6 @@ _ENGINE_TESTS = (
     "tests/engine/test_async_drafts.py",
     "tests/engine/test_exact.py",
     "tests/engine/test_request_state.py",
-    "tests/harness/test_clean_trials.py",
 )
 _CHECK_TESTS = (
     "tests/harness/test_kvsan.py",
@@ -105,6 +105,10 @@ class _Line(msgspec.Struct, frozen=True):
     changed: list[str]
     verdict: Verdict
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        return (*self.place, *self.changed)
+
 
 def main() -> int:
     """Run a sample for each target; exit status 1 if the tests fail without a change."""
@@ -115,13 +119,16 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=60, help="mutants of each target")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--by", nargs="+", choices=("tests", "search", "suite"), default=["tests"])
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--fresh", action="store_true", help="a new process for each mutant")
     parser.add_argument("--out", type=Path, help="folder to write a file for each target to")
-    parser.add_argument("--again", type=Path, help="such a folder: only what survived there")
+    parser.add_argument("--again", type=Path, help="such a folder: keep what was found there")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="preempt-mutation-") as folder:
-        stage(Path(folder))
-        return max([run(name, Path(folder), arguments) for name in arguments.targets])
+        copies = [Path(folder, str(index)) for index in range(arguments.processes)]
+        for copy in copies:
+            stage(copy)
+        return max([run(name, copies, arguments) for name in arguments.targets])
 
 
 def stage(folder: Path) -> None:
@@ -138,42 +145,73 @@ def stage(folder: Path) -> None:
             shutil.copy2(name, folder / name)
 
 
-def run(name: str, folder: Path, arguments: argparse.Namespace) -> int:
+def run(name: str, copies: Sequence[Path], arguments: argparse.Namespace) -> int:
     """Draw, judge, and print what survived."""
     started = time.perf_counter()
     target = TARGETS[name]
     mutants, num_places = draw(target.modules, arguments.sample, arguments.seed)
-    if arguments.again is not None:
-        survived = _survivors(arguments.again / f"{name}.jsonl")
-        mutants = [mutant for mutant in mutants if mutant.place in survived]
-    verdicts = judge(target, mutants, folder, by=arguments.by, fresh=arguments.fresh)
-    if verdicts is None:
-        return 1
+    found = _found(arguments.again / f"{name}.jsonl") if arguments.again is not None else {}
+    keys = [_key(mutant) for mutant in mutants]
+    to_judge = [mutant for mutant, key in zip(mutants, keys, strict=True) if key not in found]
+    with ThreadPoolExecutor(len(copies)) as pool:
+        parts = [
+            pool.submit(
+                judge,
+                target,
+                to_judge[index :: len(copies)],
+                copy,
+                by=arguments.by,
+                fresh=arguments.fresh,
+            )
+            for index, copy in enumerate(copies)
+        ]
+    judged: list[Verdict] = [Verdict("survived")] * len(to_judge)
+    for index, part in enumerate(parts):
+        verdicts = part.result()
+        if verdicts is None:
+            return 1
+        judged[index :: len(copies)] = verdicts
+    cpu_s = sum(verdict.cpu_s for verdict in judged)
+    rest = iter(judged)
+    everything = [found[key] if key in found else next(rest) for key in keys]
     print(
-        f"{name} by {', '.join(arguments.by)}: {summary(verdicts)}; {num_places} places, seed "
-        f"{arguments.seed}; {sum(verdict.cpu_s for verdict in verdicts):.0f} s of processor, "
+        f"{name} by {', '.join(arguments.by)}: {summary(everything)}; seed {arguments.seed} of "
+        f"{num_places} places; {len(judged)} judged in {cpu_s:.0f} s of processor, "
         f"{time.perf_counter() - started:.0f} s of wall"
     )
-    judged = list(zip(mutants, verdicts, strict=True))
-    for mutant, verdict in judged:
+    for mutant, verdict in zip(mutants, everything, strict=True):
         if verdict.outcome == "survived":
             print(f"  {mutant.module}:{mutant.line} in {mutant.definition}:")
             for line in mutant.changed_lines():
                 print(f"    {line}")
     if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        lines = [
-            _Line(mutant.place, mutant.line, mutant.definition, mutant.changed_lines(), verdict)
-            for mutant, verdict in judged
-        ]
-        encoded = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
-        (arguments.out / f"{name}.jsonl").write_bytes(encoded)
+        _write(arguments.out / f"{name}.jsonl", mutants, everything)
     return 0
 
 
-def _survivors(file: Path) -> set[tuple[str, str, int]]:
+def _found(file: Path) -> dict[tuple[object, ...], Verdict]:
+    """What an earlier run noticed."""
     lines = [msgspec.json.decode(line, type=_Line) for line in file.read_bytes().splitlines()]
-    return {line.place for line in lines if line.verdict.outcome == "survived"}
+    return {line.key: line.verdict for line in lines if line.verdict.outcome != "survived"}
+
+
+def _key(mutant: Mutant) -> tuple[object, ...]:
+    return mutant.module, mutant.operator, mutant.occurrence, *mutant.changed_lines()
+
+
+def _write(file: Path, mutants: Sequence[Mutant], verdicts: Sequence[Verdict]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = [
+        _Line(
+            (mutant.module, mutant.operator, mutant.occurrence),
+            mutant.line,
+            mutant.definition,
+            mutant.changed_lines(),
+            verdict,
+        )
+        for mutant, verdict in zip(mutants, verdicts, strict=True)
+    ]
+    file.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
