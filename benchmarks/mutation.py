@@ -67,17 +67,12 @@ _ENGINE_TESTS = (
     "tests/engine/test_exact.py",
     "tests/engine/test_request_state.py",
 )
+# Of every check: what runs them all, trials that must be clean, and faults that must be found.
 _CHECK_TESTS = (
-    "tests/harness/test_kvsan.py",
-    "tests/harness/test_kvsan_histories.py",
-    "tests/harness/test_checks_accounting.py",
-    "tests/harness/test_checks_work.py",
-    "tests/harness/test_checks_progress.py",
-    "tests/harness/test_checks_delivery.py",
-    "tests/harness/test_checks_tokens.py",
     "tests/harness/test_checks_run.py",
-    "tests/harness/test_clean_trials.py",
+    "tests/harness/test_checks_foreign_events.py",
     "tests/harness/test_faults.py",
+    "tests/harness/test_clean_trials.py",
 )
 TARGETS = {
     "block_manager": Target(_engine("block_manager", "free_blocks"), _ENGINE_TESTS),
@@ -87,8 +82,14 @@ TARGETS = {
         _ENGINE_TESTS,
     ),
     "budget": Target(("preempt_harness/budget.py",), ("tests/harness/test_budget.py",)),
-    "work": Target(("preempt_harness/checks/work.py",), _CHECK_TESTS),
-    "progress": Target(("preempt_harness/checks/progress.py",), _CHECK_TESTS),
+    "work": Target(
+        ("preempt_harness/checks/work.py",),
+        ("tests/harness/test_checks_work.py", *_CHECK_TESTS),
+    ),
+    "progress": Target(
+        ("preempt_harness/checks/progress.py",),
+        ("tests/harness/test_checks_progress.py", *_CHECK_TESTS),
+    ),
 }
 _JUDGES = {
     "search": Group("search", ["benchmarks/mutant_search.py"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
+from preempt_harness import budget as budget_module
 from preempt_harness.admission import (
     AdmissionModel,
     AdmissionModelError,
@@ -280,6 +282,76 @@ def test_a_wide_range_of_counts_is_scanned_until_one_preempts() -> None:
     assert budget.simulation().recompute_ratio <= 1
 
 
+def rank(budget: KVBudget) -> tuple[bool, bool, bool]:
+    """How suitable a count is, in the words of `KVBudget.tight`: calm, proved, several."""
+    simulation = budget.simulation()
+    several = simulation.num_preemptions >= 2
+    return simulation.recompute_ratio <= 1, budget.proof.kind == "proved", several
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [
+        TWINS,
+        requests((4, 9), (6, 7), (3, 12)),
+        requests((5, 20), (1, 3), (9, 30)),
+        requests((4, 9), (6, 7), (3, 12), arrivals=(0, 2, 3)),
+        requests((12, 12), (2, 25), (9, 3), arrivals=(0, 0, 4)),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"reserved_blocks": 1}, {"draft_tokens": 2}])
+def test_a_tight_budget_is_the_most_suitable_of_all_counts(
+    workload: Workload, options: dict[str, int]
+) -> None:
+    """And of those that are equally good, none smaller is proved."""
+    model = msgspec.structs.replace(BLOCKS_OF_2, **options)
+    tight = KVBudget.tight(workload, model)
+    preempting = [
+        budget
+        for count in range(tight.num_blocks_min, tight.num_blocks_never)
+        if (budget := KVBudget.solve(workload, model, count)).simulation().num_preemptions
+    ]
+    assert rank(tight) == max(map(rank, preempting))
+    equals = [budget.num_blocks for budget in preempting if rank(budget) == rank(tight)]
+    if tight.proof.kind == "proved":
+        assert tight.num_blocks == (min if model.draft_tokens else max)(equals)
+
+
+@pytest.mark.parametrize("reserved", [0, 2])
+def test_in_a_wide_range_the_ends_of_proofs_are_looked_at(reserved: int) -> None:
+    workload = requests((20, 200), (20, 230), (20, 260))
+    model = AdmissionModel(block_size=1, prefix_caching=False, reserved_blocks=reserved)
+    tight = KVBudget.tight(workload, model)
+    assert tight.num_blocks_never - tight.num_blocks_min > 3 * 64
+    assert rank(tight) == (True, True, True)
+    assert rank(KVBudget.solve(workload, model, tight.num_blocks + 1)) < rank(tight)
+
+
+def test_a_wide_range_without_proofs_is_looked_at_from_end_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests that come one by one are beyond proofs: what is good must be met on the way."""
+    simulated: list[int] = []
+
+    def counting(workload: Workload, model: AdmissionModel, num_blocks: int, **known: Any) -> Any:
+        simulated.append(num_blocks)
+        return simulate(workload, model, num_blocks, **known)
+
+    monkeypatch.setattr(budget_module, "simulate", counting)
+    workload = requests((20, 90), (20, 90), (20, 90), arrivals=(0, 5, 9))
+    tight = KVBudget.tight(workload, AdmissionModel(block_size=1, prefix_caching=False))
+    counts = range(tight.num_blocks_min, tight.num_blocks_never)
+    assert tight.proof.kind == "simulated"
+    assert rank(tight)[0]
+    assert len(set(simulated)) < 80
+    wide = KVBudget.solve(workload, tight.admission, counts[0])
+    with pytest.raises(NoPreemptingBudgetError):
+        KVBudget.tight(workload, wide.admission, at_least=1000)
+    looks = sorted(set(simulated))
+    assert looks[:1] == [counts[0]]
+    assert set(counts) <= set(looks), "before it is given up, all are looked at"
+
+
 # What the user reads ------------------------------------------------------------------------------
 
 
@@ -294,6 +366,25 @@ def test_a_vacuous_budget_without_alternative_gives_advice() -> None:
     text = KVBudget.solve(requests((4, 5)), BLOCKS_OF_2, 40).explain()
     assert "No block count preempts" in text
     assert "force a preemption with a plan" in text
+
+
+def test_the_range_that_was_looked_at_is_named_as_it_is() -> None:
+    workload = requests((6, 1), (4, 5))
+    with pytest.raises(NoPreemptingBudgetError) as caught:
+        KVBudget.tight(workload, BLOCKS_OF_2)
+    room = KVBudget.roomy(workload, BLOCKS_OF_2)
+    low, high = room.num_blocks_min, room.num_blocks_never
+    assert f"with {low} to {high - 1} blocks" in str(caught.value)
+    assert f"{high} hold them all" in str(caught.value)
+
+
+def test_what_no_pool_can_run_needs_no_more_than_a_block() -> None:
+    model = msgspec.structs.replace(BLOCKS_OF_2, max_model_len=4, reserved_blocks=1)
+    budget = KVBudget.roomy(requests((4, 5), (7, 2)), model)
+    assert (budget.num_blocks_min, budget.num_blocks, budget.verdict) == (2, 2, "never_preempts")
+    none = KVBudget.solve(budget.workload, model, 1)
+    assert none.verdict == "infeasible"
+    assert "a pool needs 1 blocks alone > 0 usable" in none.explain()
 
 
 def test_an_infeasible_budget_names_the_request_and_what_it_needs() -> None:
