@@ -84,11 +84,15 @@ TARGETS = {
     "budget": Target(("preempt_harness/budget.py",), ("tests/harness/test_budget.py",)),
     "work": Target(
         ("preempt_harness/checks/work.py",),
-        ("tests/harness/test_checks_work.py", *_CHECK_TESTS),
+        ("tests/harness/test_check_bounds.py", "tests/harness/test_checks_work.py", *_CHECK_TESTS),
     ),
     "progress": Target(
         ("preempt_harness/checks/progress.py",),
-        ("tests/harness/test_checks_progress.py", *_CHECK_TESTS),
+        (
+            "tests/harness/test_check_bounds.py",
+            "tests/harness/test_checks_progress.py",
+            *_CHECK_TESTS,
+        ),
     ),
 }
 _JUDGES = {

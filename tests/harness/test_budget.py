@@ -140,11 +140,16 @@ def test_one_request_at_a_time_never_preempts() -> None:
     assert KVBudget.roomy(TWINS, model).num_blocks_never == 4
     with pytest.raises(NoPreemptingBudgetError, match="4 blocks, the least possible, hold all"):
         KVBudget.tight(TWINS, model)
+    with pytest.raises(NoPreemptingBudgetError, match="404 blocks, the least possible, hold all"):
+        KVBudget.tight(requests((400, 409), (3, 5)), model)
 
 
 def test_an_engine_that_reserves_outputs_never_preempts() -> None:
     model = msgspec.structs.replace(BLOCKS_OF_2, policy="output_reserved")
-    assert KVBudget.solve(TWINS, model, 5).verdict == "never_preempts"
+    five = KVBudget.solve(TWINS, model, 5)
+    assert five.verdict == "never_preempts"
+    assert (five.num_blocks_min, five.num_blocks_never) == (4, 4)
+    assert five.simulation() == simulate(TWINS, model, 5)
     assert simulate(TWINS, model, 5).num_preemptions == 0
     with pytest.raises(NoPreemptingBudgetError, match="never preempts"):
         KVBudget.tight(TWINS, model)
