@@ -20,6 +20,7 @@ import select
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -344,8 +345,9 @@ def new_codes(before: str, after: str, path: str) -> list[tuple[FunctionType, Co
         None when the change is not in the body of functions alone, or cannot be made here.
     """
     try:
-        old = compile(before, path, "exec")
-        new = compile(after, path, "exec")
+        with warnings.catch_warnings(action="ignore"):
+            old = compile(before, path, "exec")
+            new = compile(after, path, "exec")
     except SyntaxError:
         return None
     old_codes, new_ones = dict(_functions(old)), dict(_functions(new))

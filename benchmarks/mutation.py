@@ -67,12 +67,11 @@ _ENGINE_TESTS = (
     "tests/engine/test_exact.py",
     "tests/engine/test_request_state.py",
 )
-# Of every check: what runs them all, trials that must be clean, and faults that must be found.
 _CHECK_TESTS = (
+    "tests/harness/test_check_bounds.py",
     "tests/harness/test_checks_run.py",
     "tests/harness/test_checks_foreign_events.py",
     "tests/harness/test_faults.py",
-    "tests/harness/test_clean_trials.py",
 )
 TARGETS = {
     "block_manager": Target(_engine("block_manager", "free_blocks"), _ENGINE_TESTS),
@@ -84,7 +83,7 @@ TARGETS = {
     "budget": Target(("preempt_harness/budget.py",), ("tests/harness/test_budget.py",)),
     "work": Target(
         ("preempt_harness/checks/work.py",),
-        ("tests/harness/test_check_bounds.py", "tests/harness/test_checks_work.py", *_CHECK_TESTS),
+        ("tests/harness/test_checks_work.py", *_CHECK_TESTS),
     ),
     "progress": Target(
         ("preempt_harness/checks/progress.py",),
