@@ -31,8 +31,7 @@ from types import CodeType, FunctionType
 import msgspec
 import pytest
 
-_SLACK_S = 3.0  # processor seconds that any test may take
-_SLACK_FACTOR = 10.0  # times its own, in addition
+_SLACK_FACTOR = 10.0  # a test may take so many times its own processor time
 _SILENCE_S = 300.0  # wall seconds without a test begun, after which a child is killed
 _CO_OPTIMIZED = 0x1  # flag of a function's code, as against a class's or module's
 
@@ -77,6 +76,7 @@ class Job(msgspec.Struct, frozen=True):
         verdicts: file to write a line to for each change.
         fresh: judge each in a new process.
         times: test -> processor seconds; instead of running the tests without a change.
+        slack_s: processor seconds that any test may take in addition.
     """
 
     groups: list[Group]
@@ -85,6 +85,7 @@ class Job(msgspec.Struct, frozen=True):
     verdicts: str
     fresh: bool = False
     times: dict[str, float] | None = None
+    slack_s: float = 3.0
 
 
 @dataclass
@@ -207,7 +208,7 @@ class Judge:
             failures = session.testsfailed
             send("begun", index, 0.0)
             if limited:
-                limit = _SLACK_S + _SLACK_FACTOR * test.cpu_s
+                limit = self.job.slack_s + _SLACK_FACTOR * test.cpu_s
                 signal.setitimer(signal.ITIMER_PROF, limit)
             started = time.process_time()
             test.item.config.hook.pytest_runtest_protocol(item=test.item, nextitem=after)

@@ -104,6 +104,21 @@ def test_reserved_blocks_that_hold_nothing_yet_are_not_copied() -> None:
     assert_as_expected(Case(list(range(1, 30)), params()), outputs["0"].outputs)
 
 
+@pytest.mark.parametrize(("n", "available"), [(2, 1), (3, 1), (3, 2), (4, 1), (4, 2), (4, 3)])
+def test_nobody_is_evicted_for_blocks_that_are_on_their_way(n: int, available: int) -> None:
+    """All branches of the first need a block; some are there, the others are being copied out."""
+    llm = engine(num_kv_blocks=n + 2, enable_prefix_caching=False, max_num_batched_tokens=100)
+    several = SamplingParams(n=n, seed=3, max_tokens=6, ignore_eos=True)
+    llm.add_request([5, 6, 7, 8], several)
+    llm.add_request([9, 10], params(2))
+    llm.add_request([11] * (BLOCK * (n - available) - 1), params(2))
+    advance(llm, 1)
+    assert llm.scheduler.blocks.num_available_blocks == available
+    llm.preempt_request("2", "swap")
+    outputs = run_to_end(llm)
+    assert [outputs[name].num_preemptions for name in ("0", "1", "2")] == [0, 0, 1]
+
+
 @pytest.mark.parametrize("within", [False, True], ids=["between steps", "in flight"])
 def test_a_reset_of_running_requests_takes_back_what_was_swapped_out(within: bool) -> None:
     """Nothing computed before the reset is read after it, from the host neither."""

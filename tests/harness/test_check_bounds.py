@@ -161,8 +161,10 @@ def test_each_more_urgent_arrival_pays_for_one_preemption(
 ) -> None:
     requests = [spec(0, 10, 5, priority=1), spec(1, 21, 7, **second)]
     events: list[AnyEvent] = [lost(10, "r0", "priority")] * num_preemptions
-    last_arrival = second["arrival_step"]
-    assert step_bounds(record(requests, events)).total == 22 + last_arrival + 6 * num_paid
+    plain = 22 + second["arrival_step"]
+    assert step_bounds(record(requests, events)).total == plain + 6 * num_paid
+    forced = [*events, lost(11, "r1")]
+    assert step_bounds(record(requests, forced)).total == plain + 6 * (num_paid + 1)
 
 
 def test_a_trial_may_take_as_many_steps_as_its_bound() -> None:
@@ -173,6 +175,10 @@ def test_a_trial_may_take_as_many_steps_as_its_bound() -> None:
         assert counted["progress/steps: steps"] == last + 1
         assert counted["progress/steps: step bound"] == 31
         assert counted["progress/steps: stall bound K"] == 12
+    (finding,) = [
+        item for item in judged(made, "progress").findings if item.code == Code.PROG_STEP_BOUND
+    ]
+    assert "takes 32 steps, its planned work at most 31 (" in finding.message
 
 
 # Livelock: one request of 10 + 5 tokens; K is 2 + 2 + 2.
@@ -583,6 +589,24 @@ def test_a_decode_may_send_its_token_and_what_is_new(more: list[AnyEvent], num_b
     bound = ONE_NAME + num_bytes
     assert too_long(before, sent(1, bound, *more, *NEXT)) == []
     assert too_long(before, sent(1, bound + 1, *more, *NEXT)) == [1]
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1, 2])
+def test_news_are_told_as_late_as_steps_are_decided_ahead(num_ahead: int) -> None:
+    """r11 loses its blocks before step 1; a step that was decided by then does not tell of it."""
+    events = sent(0, 100, *PREFILL)
+    events += sent(1, 100, BlocksFreed(1, "r11.0", [7]), *NEXT)
+    for step in (2, 3):
+        events += sent(step, ONE_NAME + 5, Scheduled(step, "r0.0", 10, 11))
+    last = len(events) - 2
+    options = {"config": {"async_scheduling": num_ahead}}
+    assert too_long(events, **options) == []
+    for place, step in ((last - 3, 2), (last, 3)):
+        longer = list(events)
+        longer[place] = StepSent(step, 0, ONE_NAME + 5 + 48 + 5)
+        assert too_long(longer, **options) == ([] if step <= 1 + num_ahead else [step])
+        longer[place] = StepSent(step, 0, ONE_NAME + 5 + 48 + 5 + 1)
+        assert too_long(longer, **options) == [step]
 
 
 def test_who_comes_back_is_sent_whole_once() -> None:
