@@ -41,6 +41,8 @@ from preempt_harness.record import (
     TokensDelivered,
     TrialRecord,
     event_names,
+    from_lines,
+    to_lines,
 )
 from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
 
@@ -80,12 +82,13 @@ def record(
 
 def found(record: TrialRecord, check: str, *codes: Code) -> list[tuple[int | None, str | None]]:
     """(step, request) of the check's findings of these codes."""
-    findings = run_checks(record, [check]).findings
+    findings = judged(record, check).findings
     return [(item.step, item.request) for item in findings if item.code in codes]
 
 
 def judged(record: TrialRecord, check: str) -> CheckReport:
-    return run_checks(record, [check])
+    """What a check says of the record as it is read from a file, where no string is a literal."""
+    return run_checks(from_lines(to_lines(record)), [check])
 
 
 # Steps --------------------------------------------------------------------------------------------
@@ -144,6 +147,7 @@ def test_who_pays_for_a_preemption(
 ) -> None:
     """What it may cost: the longest prefill, 4 steps, and 2."""
     made = record([FIRST, SECOND], events, capabilities=capabilities)
+    made = from_lines(to_lines(made))
     assert step_bounds(made).total == 31 + 6 * num_paid + num_exempt
 
 
@@ -165,6 +169,20 @@ def test_each_more_urgent_arrival_pays_for_one_preemption(
     assert step_bounds(record(requests, events)).total == plain + 6 * num_paid
     forced = [*events, lost(11, "r1")]
     assert step_bounds(record(requests, forced)).total == plain + 6 * (num_paid + 1)
+
+
+def test_nobody_pays_for_what_did_not_happen() -> None:
+    """Two more urgent requests come, and one preemption is for want of blocks."""
+    urgent = [spec(index, 4, 4, arrival_step=index) for index in (1, 2)]
+    requests = [spec(0, 10, 5, priority=1), *urgent]
+    plain = step_bounds(record(requests)).total  # a preemption costs 2 + 2 steps
+    for events, num_paid in (
+        ([lost(5, "r0", "out_of_blocks")], 1),
+        ([lost(5, "r0", "out_of_blocks"), lost(6, "r1")], 2),
+        ([lost(5, "r0", "priority")] * 4, 2),
+        ([*[lost(5, "r0", "priority")] * 4, lost(6, "r1"), lost(7, "r1")], 4),
+    ):
+        assert step_bounds(record(requests, list(events))).total == plain + 4 * num_paid
 
 
 def test_a_trial_may_take_as_many_steps_as_its_bound() -> None:
@@ -488,8 +506,8 @@ def test_a_request_is_preempted_as_often_as_others_need_blocks(
 EVICTED: list[AnyEvent] = [
     BlocksAllocated(0, "r0.0", [0, 1]),
     BlocksAllocated(0, "r1.0", [2]),
-    Preempted(1, "r0", "recompute", "decode", "out_of_blocks", 6, 7),
-    BlocksFreed(1, "r0.0", [0, 1]),
+    Preempted(6, "r0", "recompute", "decode", "out_of_blocks", 6, 7),
+    BlocksFreed(6, "r0.0", [0, 1]),
 ]
 
 
@@ -498,54 +516,54 @@ def vain(*events: AnyEvent, **options: Any) -> list[Any]:
 
 
 def test_somebody_else_must_gain_and_in_the_same_step() -> None:
-    assert vain(*EVICTED) == [(1, "r0")]
-    assert vain(*EVICTED, BlocksAllocated(1, "r1.0", [0])) == []
-    assert vain(*EVICTED, BlocksAllocated(2, "r1.0", [0])) == [(1, "r0")]
-    assert vain(*EVICTED, BlocksAllocated(1, "r0.0", [0])) == [(1, "r0")]
+    assert vain(*EVICTED) == [(6, "r0")]
+    assert vain(*EVICTED, BlocksAllocated(6, "r1.0", [0])) == []
+    assert vain(*EVICTED, BlocksAllocated(7, "r1.0", [0])) == [(6, "r0")]
+    assert vain(*EVICTED, BlocksAllocated(6, "r0.0", [0])) == [(6, "r0")]
 
 
 def test_a_victim_that_takes_what_another_gave_up_gains_for_neither() -> None:
     both = [
         *EVICTED,
-        Preempted(1, "r1", "recompute", "decode", "out_of_blocks", 3, 4),
-        BlocksFreed(1, "r1.0", [2]),
-        BlocksAllocated(1, "r1.0", [0]),
+        Preempted(6, "r1", "recompute", "decode", "out_of_blocks", 3, 4),
+        BlocksFreed(6, "r1.0", [2]),
+        BlocksAllocated(6, "r1.0", [0]),
     ]
-    assert vain(*both) == [(1, "r0"), (1, "r1")]
+    assert vain(*both) == [(6, "r0"), (6, "r1")]
 
 
 def test_where_steps_are_decided_ahead_victims_are_not_judged() -> None:
     assert vain(*EVICTED, config={"async_scheduling": 1}) == []
-    assert vain(*EVICTED, config={"async_scheduling": 0}) == [(1, "r0")]
+    assert vain(*EVICTED, config={"async_scheduling": 0}) == [(6, "r0")]
 
 
 def test_a_victim_of_several_branches_is_taken_to_have_needed_a_block() -> None:
     fork = Forked(0, "r0.0", "r0.1")
-    freed = BlocksFreed(1, "r0.1", [0, 1])
+    freed = BlocksFreed(6, "r0.1", [0, 1])
     assert vain(*EVICTED[:2], fork, *EVICTED[2:], freed) == []
     other = Forked(0, "r1.0", "r1.1")
-    assert vain(*EVICTED[:2], other, *EVICTED[2:]) == [(1, "r0")]
+    assert vain(*EVICTED[:2], other, *EVICTED[2:]) == [(6, "r0")]
 
 
-SWAPPED = [*EVICTED[:2], SwappedOut(1, "r0", [(0, 0), (1, 1)]), *EVICTED[2:]]
+SWAPPED = [*EVICTED[:2], SwappedOut(6, "r0", [(0, 0), (1, 1)]), *EVICTED[2:]]
 
 
 @pytest.mark.parametrize(
     ("later", "in_vain"),
     [
-        (BlocksAllocated(2, "r1.0", [0]), False),
-        (BlocksAllocated(3, "r1.0", [0]), True),
-        (Aborted(2, "r1"), False),
-        (Aborted(3, "r1"), True),
-        (lost(2, "r1", "forced"), False),
-        (lost(2, "r1", "priority"), False),
-        (PlanApplied(2, "squeeze:1@2..3"), False),
-        (PlanApplied(2, "preempt:r1@out=1"), True),
+        (BlocksAllocated(7, "r1.0", [0]), False),
+        (BlocksAllocated(8, "r1.0", [0]), True),
+        (Aborted(7, "r1"), False),
+        (Aborted(8, "r1"), True),
+        (lost(7, "r1", "forced"), False),
+        (lost(7, "r1", "priority"), False),
+        (PlanApplied(7, "squeeze:1@7..8"), False),
+        (PlanApplied(7, "preempt:r1@out=1"), True),
     ],
 )
 def test_what_a_swap_withholds_is_had_in_the_next_step(later: AnyEvent, in_vain: bool) -> None:
     steps = [step for step, request in vain(*SWAPPED, later) if request == "r0"]
-    assert steps == ([1] if in_vain else [])
+    assert steps == ([6] if in_vain else [])
 
 
 # Bytes: 64 for the frame, 48 and its name for each sequence, 5 for each id.
