@@ -157,15 +157,16 @@ def test_who_pays_for_a_preemption(
         ({"priority": 0, "arrival_step": 9}, 3, 1),
         ({"priority": 0, "arrival_step": 9}, 0, 0),
         ({"priority": 1, "arrival_step": 9}, 3, 0),  # an equal takes nobody's place
-        ({"priority": 0, "arrival_step": 0}, 3, 0),  # it was first from the beginning
+        ({"priority": 0, "arrival_step": 3}, 3, 0),  # it was first from the beginning
+        ({"priority": 0, "arrival_step": 1}, 3, 0),
     ],
 )
 def test_each_more_urgent_arrival_pays_for_one_preemption(
     second: dict[str, int], num_preemptions: int, num_paid: int
 ) -> None:
-    requests = [spec(0, 10, 5, priority=1), spec(1, 21, 7, **second)]
+    requests = [spec(0, 10, 5, priority=1, arrival_step=3), spec(1, 21, 7, **second)]
     events: list[AnyEvent] = [lost(10, "r0", "priority")] * num_preemptions
-    plain = 22 + second["arrival_step"]
+    plain = 22 + max(3, second["arrival_step"])
     assert step_bounds(record(requests, events)).total == plain + 6 * num_paid
     forced = [*events, lost(11, "r1")]
     assert step_bounds(record(requests, forced)).total == plain + 6 * (num_paid + 1)
@@ -247,6 +248,31 @@ def test_computing_the_same_again_is_no_progress() -> None:
     again = [Scheduled(step, "r0.0", 0, 8) for step in range(1, 9)]
     assert stalled(*again[:7], last=7) == []
     assert stalled(*again, last=8) == [(8, None)]
+
+
+def test_what_is_computed_anew_is_no_progress_though_every_step_ends_elsewhere() -> None:
+    """A prefill that begins again and again: two chunks, from the start."""
+    anew = [Scheduled(step, "r0.0", step % 2 * 4, step % 2 * 4 + 4) for step in range(1, 12)]
+    assert stalled(*anew[:7], last=7) == []
+    assert stalled(*anew[:8], last=8) == [(8, None)]
+
+
+def test_with_drafts_what_is_delivered_is_progress() -> None:
+    """How far a step got is not told in time; without drafts a delivery proves nothing."""
+    delivered = [TokensDelivered(step, "r0.0", [5]) for step in range(1, 20)]
+    assert stalled(*delivered, last=19, config={"num_speculative_tokens": 3}) == []
+    assert stalled(*delivered, last=19) == [(7, None)]
+
+
+@pytest.mark.parametrize(
+    ("held", "reserved", "exempt"), [(1, 0, 1), (2, 1, 1), (1, 1, 0), (1, 2, 0)]
+)
+def test_only_what_is_held_beyond_the_engines_own_excuses(
+    held: int, reserved: int, exempt: int
+) -> None:
+    pool = msgspec.structs.replace(HELD, held=held)
+    bounds = step_bounds(record([FIRST, SECOND], [pool], config={"reserved_blocks": reserved}))
+    assert bounds.total == 31 + exempt
 
 
 def test_nobody_stalls_when_nobody_is_there() -> None:
@@ -360,6 +386,13 @@ def test_an_error_is_undue_exactly_when_all_of_it_fits(
     expected = [Code.PROG_UNDUE_ERROR] if undue else []
     assert ends(failed, prompt, config=config) == expected
     assert ends(DONE, prompt, config=config) == []
+
+
+def test_an_undue_error_is_quoted() -> None:
+    made = record([spec(0, 8, 4)], observed=[])
+    made.results = {"r0": FAILED}
+    (finding,) = judged(made, "progress").findings
+    assert "ended with the error 'too large'" in finding.message
 
 
 @pytest.mark.parametrize(("prompt", "expected"), [(12, None), (13, "has 13 tokens, max_model_len")])
