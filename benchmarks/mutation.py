@@ -66,6 +66,7 @@ _ENGINE_TESTS = (
     "tests/engine/test_async_drafts.py",
     "tests/engine/test_exact.py",
     "tests/engine/test_request_state.py",
+    "tests/engine/test_headroom.py",
     "tests/engine/test_events.py",
     "tests/harness/test_budget.py",  # the admission model foretells every preemption
 )
