@@ -167,6 +167,9 @@ def test_scores_and_prompts_without_output(depth: int) -> None:
         scores = llm.score(PROMPTS[0], PROMPTS[1])
     with engine(depth) as llm:
         assert llm.score(PROMPTS[0], PROMPTS[1]) == scores
+        before = llm.scheduler.next_step_id
+        llm.score([5], [6, 7, 8])
+        assert llm.scheduler.next_step_id == before + 1, "nothing is decided behind a score"
         (output,) = run(llm, PROMPTS[:1], SamplingParams(max_tokens=0))
         assert output.outputs[0].finish_reason == "length"
         assert_all_free(llm)

@@ -44,6 +44,30 @@ def test_a_newcomer_leaves_watermark_and_room_for_its_drafts(
         llm.scheduler.check_integrity()
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_branches_come_back_with_the_copies_that_they_will_write_to(n: int, num_steps: int) -> None:
+    """After a step they share a block and a half, after two each has a block for itself."""
+    for missing in (0, 1):
+        llm = engine(0.0, 0, swap_space_blocks=8, enable_prefix_caching=False)
+        llm.add_request([5, 6, 7, 8], LONG, request_id="old")
+        several = SamplingParams(n=n, seed=3, max_tokens=9, ignore_eos=True)
+        llm.add_request(list(range(40, 46)), several, request_id="new")
+        for _ in range(num_steps):
+            llm.step()
+        llm.preempt_request("new", "swap")
+        llm.step()
+        # Six tokens of the prompt: one full block, and for each branch one with the rest of it.
+        needed = 1 + n if num_steps < 3 else 1 + 2 * n
+        llm.hold_blocks(llm.scheduler.blocks.num_available_blocks - needed + missing)
+        llm.step()
+        running = [request.request_id for request in llm.scheduler.running]
+        assert running == (["old"] if missing else ["old", "new"]), (needed, running)
+        if not missing:
+            assert llm.scheduler.blocks.num_available_blocks == 0
+        llm.scheduler.check_integrity()
+
+
 @pytest.mark.parametrize("num_drafts", [0, 8])
 def test_alone_it_may_have_all(num_drafts: int) -> None:
     llm = engine(0.15, num_drafts)
