@@ -126,6 +126,9 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=60, help="mutants of each target")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--by", nargs="+", choices=("tests", "search", "suite"), default=["tests"])
+    parser.add_argument(
+        "--tests", nargs="+", help="instead of the target's; new ones, with --again"
+    )
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--fresh", action="store_true", help="a new process for each mutant")
     parser.add_argument("--out", type=Path, help="folder to write a file for each target to")
@@ -156,6 +159,8 @@ def run(name: str, copies: Sequence[Path], arguments: argparse.Namespace) -> int
     """Draw, judge, and print what survived."""
     started = time.perf_counter()
     target = TARGETS[name]
+    if arguments.tests:
+        target = Target(target.modules, tuple(arguments.tests))
     mutants, num_places = draw(target.modules, arguments.sample, arguments.seed)
     found = _found(arguments.again / f"{name}.jsonl") if arguments.again is not None else {}
     keys = [_key(mutant) for mutant in mutants]

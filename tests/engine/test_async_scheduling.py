@@ -151,6 +151,36 @@ def test_a_request_preempted_with_an_output_under_way_gets_every_token_once(
         assert order.tokens[SequenceKey(name)] == 20
 
 
+class Figures(EngineObserver):
+    """Tokens computed, and computed again, by what is launched."""
+
+    def __init__(self) -> None:
+        self.computed_tokens = self.recomputed_tokens = 0
+        self.steps: set[int] = set()
+        self.farthest: Counter[SequenceKey] = Counter()
+
+    def scheduled(self, step_id: int, key: SequenceKey, start: int, end: int) -> None:
+        self.steps.add(step_id)
+        self.computed_tokens += end - start
+        self.recomputed_tokens += max(0, min(end, self.farthest[key]) - start)
+        self.farthest[key] = max(self.farthest[key], end)
+
+
+@DEPTHS
+@pytest.mark.parametrize(("num_blocks", "budget"), [(64, 64), (14, 64), (14, 5), (16, 3)])
+def test_counters_are_of_what_is_launched(num_blocks: int, budget: int, depth: int) -> None:
+    with engine(depth, num_kv_blocks=num_blocks, max_num_batched_tokens=budget) as llm:
+        figures = Figures()
+        llm.set_observer(figures)
+        run(llm, PROMPTS, GREEDY)
+        counters = llm.counters
+    assert bool(figures.recomputed_tokens) == bool(counters.num_preemptions)
+    assert bool(counters.num_preemptions) == (num_blocks < 64)
+    assert counters.num_computed_tokens == figures.computed_tokens
+    assert counters.num_recomputed_tokens == figures.recomputed_tokens
+    assert counters.num_steps == len(figures.steps)
+
+
 @DEPTHS
 def test_beams_wait_for_their_logits(depth: int) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=8)
