@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,13 +84,16 @@ def test_greedy_output_is_the_closed_form(num_blocks: int, mode: str, depth: int
 
 
 @DEPTHS
-def test_steps_are_decided_before_the_tokens_that_they_need_are_known(depth: int) -> None:
+@pytest.mark.parametrize("params", [GREEDY, replace(GREEDY, prompt_logprobs=1)])
+def test_steps_are_decided_before_the_tokens_that_they_need_are_known(
+    params: SamplingParams, depth: int
+) -> None:
     order = Order()
     with engine(depth, block_size=1) as llm:  # every step needs a block
         llm.set_observer(order)
-        run(llm, PROMPTS[:1], GREEDY)
+        run(llm, PROMPTS[:1], params)
     index = {event: place for place, event in reversed(list(enumerate(order.events)))}
-    for step in range(2, 12):
+    for step in range(1, 12):
         assert index["decided", step + depth] < index["delivered", step]
         assert index["delivered", step - 1] < index["launched", step]
 
