@@ -642,6 +642,42 @@ def test_a_decode_may_send_its_token_and_what_is_new(more: list[AnyEvent], num_b
     assert too_long(before, sent(1, bound + 1, *more, *NEXT)) == [1]
 
 
+def test_all_ids_travel_with_the_first_chunk_and_no_other() -> None:
+    first = (BlocksAllocated(0, "r0.0", [0, 1, 2]), Scheduled(0, "r0.0", 0, 4))
+    assert too_long(sent(0, ONE_NAME + 5 * 13, *first)) == []
+    assert too_long(sent(0, ONE_NAME + 5 * 13 + 1, *first)) == [0]
+    before = sent(0, 100, *first)
+    assert too_long(before, sent(1, ONE_NAME + 5 * 4, Scheduled(1, "r0.0", 4, 8))) == []
+    assert too_long(before, sent(1, ONE_NAME + 5 * 4 + 1, Scheduled(1, "r0.0", 4, 8))) == [1]
+
+
+def test_chunks_of_one_token_are_compared_like_decodes() -> None:
+    events = sent(0, 100, BlocksAllocated(0, "r0.0", [0, 1, 2]), Scheduled(0, "r0.0", 0, 1))
+    for step, num_bytes in ((1, 30), (2, 42), (3, 43)):
+        events += sent(step, num_bytes, Scheduled(step, "r0.0", step, step + 1))
+    assert too_long(events) == [3]
+
+
+def test_a_message_after_a_rejected_draft_is_no_measure() -> None:
+    """What was wrong has to be cut off again, which takes a few bytes more."""
+    events = [*sent(0, 100, *PREFILL), *sent(1, 30, *NEXT)]
+    drafted = sent(2, 60, TokensDelivered(1, "r0.0", [5]), Scheduled(2, "r0.0", 11, 14))
+    after = sent(3, 43, TokensDelivered(2, "r0.0", [5]), Scheduled(3, "r0.0", 12, 13))
+    assert too_long(events, drafted, after) == []
+    later = sent(4, 43, TokensDelivered(3, "r0.0", [5]), Scheduled(4, "r0.0", 13, 14))
+    assert too_long(events, drafted, after, later) == [4]
+
+
+def test_who_was_preempted_may_be_named_though_its_blocks_are_not_freed() -> None:
+    """One that is swapped out may lose its host blocks, and no event says so."""
+    before = sent(0, 100, *PREFILL)
+    for request, names in (("r0", 2), ("r1", 1)):
+        event = lost(1, request, mode="swap")
+        bound = 64 + names * (48 + 4) + 5
+        assert too_long(before, sent(1, bound, event, *NEXT)) == []
+        assert too_long(before, sent(1, bound + 1, event, *NEXT)) == [1]
+
+
 @pytest.mark.parametrize("num_ahead", [0, 1, 2])
 def test_news_are_told_as_late_as_steps_are_decided_ahead(num_ahead: int) -> None:
     """r11 loses its blocks before step 1; a step that was decided by then does not tell of it."""
