@@ -288,12 +288,12 @@ def test_drafts_are_no_progress_before_they_come_true() -> None:
     assert stalled(Scheduled(1, "r0.0", 0, 10), *further, last=8) == []
 
 
-# Order: r0, r1, r2 are preempted together in step 3.
+# Order: r0, r1, r2 are preempted together in step 1003.
 
 TOGETHER: list[AnyEvent] = [
     *(Arrived(0, f"r{index}", [1] * 4, 4) for index in range(3)),
-    PlanApplied(3, "preempt-all@step=3"),
-    *(lost(3, f"r{index}") for index in range(3)),
+    PlanApplied(1003, "preempt-all@step=1003"),
+    *(lost(1003, f"r{index}") for index in range(3)),
 ]
 
 
@@ -311,46 +311,46 @@ def back(step: int, *requests: int) -> list[AnyEvent]:
     [((0, 1, 2), []), ((1, 0, 2), [0]), ((2, 1, 0), [1, 0]), ((0, 2, 1), [1])],
 )
 def test_each_that_is_overtaken_is_found(order: tuple[int, ...], overtaken: list[int]) -> None:
-    events = [*TOGETHER, *back(5, *order)]
-    assert out_of_order(events) == [(5, f"r{index}") for index in overtaken]
+    events = [*TOGETHER, *back(1005, *order)]
+    assert out_of_order(events) == [(1005, f"r{index}") for index in overtaken]
     made = record([spec(index, 4, 4) for index in range(3)], events)
     assert judged(made, "progress").counted["progress/order: re-admissions judged"] == 3
 
 
 def test_who_was_not_preempted_with_the_others_is_not_compared() -> None:
-    for other in (lost(3, "r0", "out_of_blocks"), lost(4, "r0"), lost(2, "r0")):
-        apart = [event for event in TOGETHER if event != lost(3, "r0")]
+    for other in (lost(1003, "r0", "out_of_blocks"), lost(1004, "r0"), lost(1002, "r0")):
+        apart = [event for event in TOGETHER if event != lost(1003, "r0")]
         events = sorted([*apart, other], key=lambda event: event.step)
-        assert out_of_order([*events, *back(5, 1, 0, 2)]) == []
-    assert out_of_order([*TOGETHER, *back(5, 1, 0, 2)]) == [(5, "r0")]
+        assert out_of_order([*events, *back(1005, 1, 0, 2)]) == []
+    assert out_of_order([*TOGETHER, *back(1005, 1, 0, 2)]) == [(1005, "r0")]
 
 
 def test_whose_priority_is_changed_is_not_compared() -> None:
-    changed = [Operation(kind="set_priority", step=9, request="r0", priority=3)]
-    events = [*TOGETHER, *back(5, 1, 0, 2)]
+    changed = [Operation(kind="set_priority", step=1009, request="r0", priority=3)]
+    events = [*TOGETHER, *back(1005, 1, 0, 2)]
     assert out_of_order(events, operations=changed) == []
-    aborted = [Operation(kind="abort", step=9, request="r0")]
-    assert out_of_order(events, operations=aborted) == [(5, "r0")]
+    aborted = [Operation(kind="abort", step=1009, request="r0")]
+    assert out_of_order(events, operations=aborted) == [(1005, "r0")]
 
 
 def test_who_loses_its_blocks_again_is_judged_by_its_first_return() -> None:
-    events = [*TOGETHER, *back(5, 0, 1), lost(6, "r0", "out_of_blocks"), *back(7, 2, 0)]
+    events = [*TOGETHER, *back(1005, 0, 1), lost(1006, "r0", "out_of_blocks"), *back(1007, 2, 0)]
     assert out_of_order(events) == []
-    late = [*TOGETHER, lost(4, "r0", "out_of_blocks"), *back(5, 1, 0, 2)]
+    late = [*TOGETHER, lost(1004, "r0", "out_of_blocks"), *back(1005, 1, 0, 2)]
     assert out_of_order(late) == []
 
 
 def test_a_second_preemption_of_all_is_judged_by_itself() -> None:
     again: list[AnyEvent] = [
-        PlanApplied(6, "preempt-all@step=6"),
-        *(lost(6, f"r{index}") for index in range(3)),
+        PlanApplied(1006, "preempt-all@step=1006"),
+        *(lost(1006, f"r{index}") for index in range(3)),
     ]
-    before = [*TOGETHER, *back(5, 2)]
-    assert out_of_order([*before, *again, *back(7, 0, 1, 2)]) == []
-    assert out_of_order([*before, *again, *back(7, 1, 0, 2)]) == [(7, "r0")]
-    assert out_of_order([*before, *again, *back(7, 0, 2, 1)]) == [(7, "r1")]
+    before = [*TOGETHER, *back(1005, 2)]
+    assert out_of_order([*before, *again, *back(1007, 0, 1, 2)]) == []
+    assert out_of_order([*before, *again, *back(1007, 1, 0, 2)]) == [(1007, "r0")]
+    assert out_of_order([*before, *again, *back(1007, 0, 2, 1)]) == [(1007, "r1")]
     # r2 had come back before: it may queue behind.
-    assert out_of_order([*before, *again, *back(7, 0, 1), *back(8, 2)]) == []
+    assert out_of_order([*before, *again, *back(1007, 0, 1), *back(1008, 2)]) == []
 
 
 # Ends ---------------------------------------------------------------------------------------------
@@ -376,6 +376,7 @@ def ends(result: RequestResult | None, prompt: int, **options: Any) -> list[Code
         (24, None, True),  # 7 blocks: it fits if the engine keeps one for itself
         (25, None, False),
         (24, 28, True),
+        (24, 400, True),
         (24, 27, False),
     ],
 )
