@@ -40,7 +40,7 @@ def test_a_newcomer_leaves_watermark_and_room_for_its_drafts(
         llm.hold_blocks(llm.scheduler.blocks.num_available_blocks - num_available)
         llm.step()
         running = [request.request_id for request in llm.scheduler.running]
-        assert running == ["old", "new"] if expected else ["old"]
+        assert running == (["old", "new"] if expected else ["old"])
         llm.scheduler.check_integrity()
 
 

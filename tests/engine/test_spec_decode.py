@@ -161,7 +161,7 @@ def test_drafts_have_what_the_head_of_the_queue_leaves(
         step = llm.schedule()
         assert step is not None
         tokens = [item.end - item.start for item in step.scheduled]
-    assert tokens == [1 + num_drafts, num_head] if num_head else [1 + num_drafts]
+    assert tokens == ([1 + num_drafts, num_head] if num_head else [1 + num_drafts])
 
 
 def _running(num_tokens: int, num_computed: int, blocks: list[int], num_drafts: int) -> Request:

@@ -278,6 +278,8 @@ def test_a_tight_budget_gives_as_many_preemptions_as_asked_or_says_how_many_ther
         assert budget.simulation().num_preemptions >= at_least
     with pytest.raises(NoPreemptingBudgetError, match=r"preempts 1000 times: .* at most"):
         KVBudget.tight(workload, BLOCKS_OF_2, at_least=1000)
+    with pytest.raises(BudgetError, match="at_least=0 is not a count"):
+        KVBudget.tight(workload, BLOCKS_OF_2, at_least=0)
 
 
 def test_a_wide_range_of_counts_is_scanned_until_one_preempts() -> None:
