@@ -186,6 +186,20 @@ def test_counters_are_of_what_is_launched(num_blocks: int, budget: int, depth: i
 
 
 @DEPTHS
+def test_steps_are_counted_while_nobody_can_run(depth: int) -> None:
+    """A number is used again only while another step is under way: who waits sees time pass."""
+    with engine(depth) as llm:
+        llm.add_request(PROMPTS[0], GREEDY)
+        llm.hold_blocks(64)
+        for count in range(1, 4):
+            llm.step()
+            assert llm.scheduler.next_step_id == count
+        llm.hold_blocks(0)
+        llm.step()
+        assert llm.scheduler.running
+
+
+@DEPTHS
 def test_beams_wait_for_their_logits(depth: int) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=8)
     with engine(0) as llm:
