@@ -255,6 +255,22 @@ def test_integrity_notices_a_lost_and_a_doubled_block() -> None:
         blocks.check_integrity([seq])
 
 
+@pytest.mark.parametrize("digest", [bytes(16), b"\xff" * 16, None])
+def test_integrity_notices_an_entry_that_finds_other_content(digest: bytes | None) -> None:
+    blocks = BlockManager(4, BLOCK)
+    seq = compute(blocks, sequence("a", PROMPT))
+    blocks._digest_of[seq.block_table[0]] = digest
+    with pytest.raises(AssertionError, match="is found by a stale entry"):
+        blocks.check_integrity([seq])
+
+
+def test_integrity_notices_content_of_a_free_block() -> None:
+    blocks = BlockManager(4, BLOCK)
+    blocks._digest_of[3] = bytes(16)
+    with pytest.raises(AssertionError):
+        blocks.check_integrity([])
+
+
 def test_forgetting_all_content_frees_what_nobody_uses() -> None:
     blocks = BlockManager(4, BLOCK)
     user = compute(blocks, sequence("a", PROMPT))
