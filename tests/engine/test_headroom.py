@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 
 from preempt_engine import LLM, SamplingParams
+from preempt_engine.admission import place
+from preempt_engine.block_manager import BlockManager
+from preempt_engine.sequence import Request, Sequence
+from preempt_engine.step import SequenceKey
 
 BLOCK, POOL = 4, 20
 LONG = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -102,3 +106,31 @@ def test_who_gets_no_token_of_the_budget_is_not_let_in(budget: int, expected: in
     assert step is not None
     assert len(llm.scheduler.running) == expected
     assert step.num_scheduled_tokens == min(budget, 9)
+
+
+def test_a_sequence_shares_with_whom_it_shares_most() -> None:
+    """Not with the last that has something in common with it."""
+    blocks = BlockManager(POOL, BLOCK)
+    request = Request.create(
+        request_id="r", arrival_index=0, prompt_token_ids=[1, 2, 3, 4], params=LONG, seed=0
+    )
+    ends = ([5, 6, 7, 8, 9], [15, 16, 17, 18, 19], [5, 6, 7, 8, 29])
+    request.sequences = {
+        branch: Sequence(
+            SequenceKey("r", branch), [1, 2, 3, 4, *end], num_prompt_tokens=4, first_wanted_logits=8
+        )
+        for branch, end in enumerate(ends)
+    }
+    first, second, third = place(request, blocks)
+    assert (first.leader, first.num_leader_blocks) == (None, 0)
+    assert (second.leader, second.num_leader_blocks) == (first.sequence, 1)
+    assert (third.leader, third.num_leader_blocks) == (first.sequence, 2)
+
+
+def test_who_is_refused_counts_as_finished_once() -> None:
+    llm = engine(0.0, 0, max_waiting_requests=1)
+    for first in (10, 20, 30):
+        llm.add_request([first], LONG)
+    llm.add_request([1] * 100, LONG)
+    llm.step()
+    assert llm.counters.num_finished_requests == 3
