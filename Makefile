@@ -38,10 +38,10 @@ demo: $(STAMP)
 fuzz: $(STAMP)
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -n 2 -m "not gpu"
 
-# Small changes of the scheduler and the block manager: do the tests notice? Half an hour and more.
+# Small changes of the scheduler and the block manager: do the tests notice? Ten minutes and more.
 mutate: $(STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt "cosmic-ray>=8.4"
-	$(BIN)/python -m benchmarks.mutation block_manager scheduler --sample 100
+	$(BIN)/python -m benchmarks.mutation block_manager scheduler --sample 100 --by tests search --processes 2
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.engine_cpu

@@ -1,22 +1,24 @@
-"""Mutation testing: small changes of the source, and whether the tests notice.
+"""Mutation testing: small changes of the source, and whether anything notices.
 
     python -m benchmarks.mutation block_manager --sample 100
     python -m benchmarks.mutation scheduler budget --sample 60 --seed 1
-    python -m benchmarks.mutation scheduler --by search     # or suite: is the harness enough?
+    python -m benchmarks.mutation scheduler --by tests search   # the search judges survivors
+    python -m benchmarks.mutation scheduler --by suite          # is the harness enough?
+    python -m benchmarks.mutation scheduler --out DIR
+    python -m benchmarks.mutation scheduler --again DIR   # what survived or is new, once more
 
 Needs `pip install cosmic-ray`. The repository's files are staged in a temporary folder, so that the
-working tree is never changed. Changes of type annotations, which cannot matter, are left out; of
-the rest a sample is drawn. Each is tested by the target's own tests, or by the harness alone, with
-its generic search or the suite that ships. The first failure ends it. A list of survivors is
-printed: each is a missing test, or a change that makes no difference.
+working tree is never changed. A sample is drawn from all changes of a target's modules; each is
+judged by the target's tests, by the generic search or by the suite that ships, one after another as
+they are named (see `benchmarks.mutant_judge`). The first failure ends it. Survivors are printed:
+each is a missing test, or a change that makes no difference, which only a reader can tell. A test
+that does not end in time stands apart as a timeout.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -24,29 +26,26 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-SEARCH_TRIALS = 600
-CONFIG = """
-[cosmic-ray]
-module-path = ["{module}"]
-timeout = 240.0
-excluded-modules = []
-test-command = "{command}"
+import msgspec
 
-[cosmic-ray.distributor]
-name = "local"
-"""
+from benchmarks.mutant_judge import Change, Group, Job, Verdict
+from benchmarks.mutants import Mutant, draw
 
 
 @dataclass(frozen=True)
 class Target:
-    """A module and the tests that look after it, the quickest first."""
+    """Modules that belong together, and the tests that look after them."""
 
-    module: str
+    modules: tuple[str, ...]
     tests: tuple[str, ...]
+
+
+def _engine(*names: str) -> tuple[str, ...]:
+    return tuple(f"engine/preempt_engine/{name}.py" for name in names)
 
 
 _ENGINE_TESTS = (
@@ -61,34 +60,61 @@ _ENGINE_TESTS = (
     "tests/engine/test_parallel_sampling.py",
     "tests/engine/test_swap.py",
     "tests/engine/test_beam_search.py",
+    "tests/engine/test_cache_reset.py",
+    "tests/engine/test_spec_decode.py",
+    "tests/engine/test_async_scheduling.py",
+    "tests/engine/test_async_drafts.py",
     "tests/engine/test_exact.py",
     "tests/engine/test_request_state.py",
-    "tests/harness/test_clean_trials.py",
+    "tests/engine/test_headroom.py",
+    "tests/engine/test_events.py",
+    "tests/harness/test_budget.py",  # the admission model foretells every preemption
 )
 _CHECK_TESTS = (
-    "tests/harness/test_kvsan.py",
-    "tests/harness/test_kvsan_histories.py",
-    "tests/harness/test_checks_accounting.py",
-    "tests/harness/test_checks_work.py",
-    "tests/harness/test_checks_progress.py",
-    "tests/harness/test_checks_delivery.py",
-    "tests/harness/test_checks_tokens.py",
+    "tests/harness/test_check_bounds.py",
     "tests/harness/test_checks_run.py",
-    "tests/harness/test_clean_trials.py",
+    "tests/harness/test_checks_foreign_events.py",
     "tests/harness/test_faults.py",
 )
 TARGETS = {
-    "block_manager": Target("engine/preempt_engine/block_manager.py", _ENGINE_TESTS),
-    "scheduler": Target("engine/preempt_engine/scheduler.py", _ENGINE_TESTS),
-    "residency": Target("engine/preempt_engine/residency.py", _ENGINE_TESTS),
-    "branches": Target("engine/preempt_engine/branches.py", _ENGINE_TESTS),
-    "victims": Target("engine/preempt_engine/victims.py", _ENGINE_TESTS),
-    "admission": Target("engine/preempt_engine/admission.py", _ENGINE_TESTS),
-    "swapping": Target("engine/preempt_engine/swapping.py", _ENGINE_TESTS),
-    "budget": Target("preempt_harness/budget.py", ("tests/harness/test_budget.py",)),
-    "work": Target("preempt_harness/checks/work.py", _CHECK_TESTS),
-    "progress": Target("preempt_harness/checks/progress.py", _CHECK_TESTS),
+    "block_manager": Target(_engine("block_manager", "free_blocks"), _ENGINE_TESTS),
+    "scheduler": Target(
+        _engine("scheduler", "residency", "admission", "headroom", "victims", "swapping")
+        + _engine("host_pool", "branches", "async_scheduler", "flights"),
+        _ENGINE_TESTS,
+    ),
+    "budget": Target(("preempt_harness/budget.py",), ("tests/harness/test_budget.py",)),
+    "work": Target(
+        ("preempt_harness/checks/work.py",),
+        ("tests/harness/test_checks_work.py", *_CHECK_TESTS),
+    ),
+    "progress": Target(
+        ("preempt_harness/checks/progress.py",),
+        (
+            "tests/harness/test_check_bounds.py",
+            "tests/harness/test_checks_progress.py",
+            *_CHECK_TESTS,
+        ),
+    ),
 }
+_JUDGES = {
+    "search": Group("search", ["benchmarks/mutant_search.py"]),
+    "suite": Group("suite", ["preempt_harness/suite"]),
+}
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """What is kept of a mutant in a folder given by --out."""
+
+    place: tuple[str, str, int]
+    line: int
+    definition: str
+    changed: list[str]
+    verdict: Verdict
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return (*self.place, *self.changed)
 
 
 def main() -> int:
@@ -99,17 +125,20 @@ def main() -> int:
     parser.add_argument("targets", nargs="+", choices=sorted(TARGETS))
     parser.add_argument("--sample", type=int, default=60, help="mutants of each target")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--by", choices=("tests", "search", "suite"), default="tests")
+    parser.add_argument("--by", nargs="+", choices=("tests", "search", "suite"), default=["tests"])
+    parser.add_argument(
+        "--tests", nargs="+", help="instead of the target's; new ones, with --again"
+    )
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--fresh", action="store_true", help="a new process for each mutant")
+    parser.add_argument("--out", type=Path, help="folder to write a file for each target to")
+    parser.add_argument("--again", type=Path, help="such a folder: keep what was found there")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="preempt-mutation-") as folder:
-        stage(Path(folder))
-        for name in arguments.targets:
-            target = TARGETS[name]
-            if not passes(Path(folder), command(target, arguments.by)):
-                print(f"{name}: the tests fail on the unchanged source", file=sys.stderr)
-                return 1
-            run(name, target, Path(folder), arguments)
-    return 0
+        copies = [Path(folder, str(index)) for index in range(arguments.processes)]
+        for copy in copies:
+            stage(copy)
+        return max([run(name, copies, arguments) for name in arguments.targets])
 
 
 def stage(folder: Path) -> None:
@@ -126,106 +155,127 @@ def stage(folder: Path) -> None:
             shutil.copy2(name, folder / name)
 
 
-def command(target: Target, by: str) -> list[str]:
-    """What is run for one mutant; a status other than 0 means that it was noticed."""
-    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    if by == "tests":
-        return [*pytest, *target.tests]
-    if by == "suite":
-        return [*pytest, "-p", "preempt_harness", "--pyargs", "preempt_harness.suite"]
-    search = "benchmarks.strategy_campaign --strategies random --trials"
-    return [sys.executable, "-m", *search.split(), str(SEARCH_TRIALS)]
+def run(name: str, copies: Sequence[Path], arguments: argparse.Namespace) -> int:
+    """Draw, judge, and print what survived."""
+    started = time.perf_counter()
+    target = TARGETS[name]
+    if arguments.tests:
+        target = Target(target.modules, tuple(arguments.tests))
+    mutants, num_places = draw(target.modules, arguments.sample, arguments.seed)
+    found = _found(arguments.again / f"{name}.jsonl") if arguments.again is not None else {}
+    keys = [_key(mutant) for mutant in mutants]
+    to_judge = [mutant for mutant, key in zip(mutants, keys, strict=True) if key not in found]
+    with ThreadPoolExecutor(len(copies)) as pool:
+        parts = [
+            pool.submit(
+                judge,
+                target,
+                to_judge[index :: len(copies)],
+                copy,
+                by=arguments.by,
+                fresh=arguments.fresh,
+            )
+            for index, copy in enumerate(copies)
+        ]
+    judged: list[Verdict] = [Verdict("survived")] * len(to_judge)
+    for index, part in enumerate(parts):
+        verdicts = part.result()
+        if verdicts is None:
+            return 1
+        judged[index :: len(copies)] = verdicts
+    cpu_s = sum(verdict.cpu_s for verdict in judged)
+    rest = iter(judged)
+    everything = [found[key] if key in found else next(rest) for key in keys]
+    print(
+        f"{name} by {', '.join(arguments.by)}: {summary(everything)}; seed {arguments.seed} of "
+        f"{num_places} places; {len(judged)} judged in {cpu_s:.0f} s of processor, "
+        f"{time.perf_counter() - started:.0f} s of wall"
+    )
+    for mutant, verdict in zip(mutants, everything, strict=True):
+        if verdict.outcome == "survived":
+            print(f"  {mutant.module}:{mutant.line} in {mutant.definition}:")
+            for line in mutant.changed_lines():
+                print(f"    {line}")
+    if arguments.out is not None:
+        _write(arguments.out / f"{name}.jsonl", mutants, everything)
+    return 0
 
 
-def passes(folder: Path, arguments: Sequence[str]) -> bool:
-    """Whether the unchanged source is found to be right."""
-    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, env=environment())
+def _found(file: Path) -> dict[tuple[object, ...], Verdict]:
+    """What an earlier run noticed."""
+    lines = [msgspec.json.decode(line, type=_Line) for line in file.read_bytes().splitlines()]
+    return {line.key: line.verdict for line in lines if line.verdict.outcome != "survived"}
+
+
+def _key(mutant: Mutant) -> tuple[object, ...]:
+    return mutant.module, mutant.operator, mutant.occurrence, *mutant.changed_lines()
+
+
+def _write(file: Path, mutants: Sequence[Mutant], verdicts: Sequence[Verdict]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = [
+        _Line(
+            (mutant.module, mutant.operator, mutant.occurrence),
+            mutant.line,
+            mutant.definition,
+            mutant.changed_lines(),
+            verdict,
+        )
+        for mutant, verdict in zip(mutants, verdicts, strict=True)
+    ]
+    file.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+
+
+def summary(verdicts: Sequence[Verdict]) -> str:
+    """How many were killed, by whom, did not end, and survived."""
+    killed = [verdict for verdict in verdicts if verdict.outcome == "killed"]
+    counts = Counter(verdict.outcome for verdict in verdicts)
+    by_group = Counter(verdict.group for verdict in killed)
+    noticed = len(verdicts) - counts["survived"]
+    return (
+        f"{noticed} of {len(verdicts)} found ({noticed / max(len(verdicts), 1):.0%}: "
+        f"{', '.join(f'{count} by {group}' for group, count in by_group.items()) or 'none'}, "
+        f"{counts['timeout']} by timeout), {counts['survived']} survived"
+    )
+
+
+def judge(
+    target: Target, mutants: Sequence[Mutant], folder: Path, *, by: Sequence[str], fresh: bool
+) -> list[Verdict] | None:
+    """A verdict for each mutant; None when the tests fail on the unchanged source."""
+    verdicts, job = folder / "verdicts.jsonl", folder / "job.json"
+    verdicts.write_bytes(b"")
+    groups = [
+        Group("tests", list(target.tests)) if name == "tests" else _JUDGES[name] for name in by
+    ]
+    job.write_bytes(
+        msgspec.json.encode(
+            Job(
+                groups=groups,
+                changes=[Change(mutant.module, mutant.source) for mutant in mutants],
+                arguments=["-p", "preempt_harness"] if "suite" in by else [],
+                verdicts=str(verdicts),
+                fresh=fresh,
+            )
+        )
+    )
+    command = [sys.executable, "-m", "benchmarks.mutant_judge", str(job)]
+    done = subprocess.run(command, cwd=folder, env=environment())
     if done.returncode:
-        print(done.stdout[-2000:], done.stderr[-2000:], file=sys.stderr)
-    return done.returncode == 0
+        return None
+    return [msgspec.json.decode(line, type=Verdict) for line in verdicts.read_bytes().splitlines()]
 
 
 def environment() -> dict[str, str]:
-    """Of every run in the staged copy."""
-    path = os.pathsep.join((".", "engine"))
-    return os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": path}
-
-
-def run(name: str, target: Target, folder: Path, arguments: argparse.Namespace) -> None:
-    """Mutate, test, and print what survived."""
-    from cosmic_ray.work_db import WorkDB, use_db
-    from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
-
-    started = time.perf_counter()
-    test = command(target, arguments.by)
-    config = folder / f"{name}.toml"
-    config.write_text(CONFIG.format(module=target.module, command=" ".join(test)))
-    database = folder / f"{name}.sqlite"
-    cosmic_ray(folder, "init", config, database)
-    with use_db(database, WorkDB.Mode.open) as work:
-        annotations = annotated(folder / target.module)
-        items = [item for item in work.work_items if not _within(item, annotations)]
-        chosen = random.Random(arguments.seed).sample(items, min(arguments.sample, len(items)))
-        wanted = {item.job_id for item in chosen}
-        left_out = WorkResult(worker_outcome=WorkerOutcome.SKIPPED)
-        rest = [item.job_id for item in work.work_items if item.job_id not in wanted]
-        work.set_multiple_results(rest, left_out)
-    cosmic_ray(folder, "exec", config, database)
-    with use_db(database, WorkDB.Mode.open) as work:
-        tested = [
-            (item.mutations[0], result)
-            for item, result in work.completed_work_items
-            if item.job_id in wanted
-        ]
-    survivors = [pair for pair in tested if pair[1].test_outcome == TestOutcome.SURVIVED]
-    outcomes = Counter(str(result.test_outcome or result.worker_outcome) for _, result in tested)
-    killed = outcomes[str(TestOutcome.KILLED)]
-    print(
-        f"{name} by {arguments.by}: {killed} of {len(tested)} found "
-        f"({killed / max(len(tested), 1):.0%}), drawn from {len(items)}; "
-        f"{dict(outcomes)}; {time.perf_counter() - started:.0f} s"
-    )
-    for mutation, result in sorted(survivors, key=lambda pair: pair[0].start_pos):
-        print(f"  line {mutation.start_pos[0]} in {mutation.definition_name}:")
-        for line in _changed(result.diff or ""):
-            print(f"    {line}")
-
-
-def cosmic_ray(folder: Path, action: str, *paths: Path) -> None:
-    """A subcommand of the tool, in the staged copy."""
-    subprocess.run(
-        [sys.executable, "-m", "cosmic_ray.cli", action, *map(str, paths)],
-        cwd=folder,
-        env=environment(),
-        check=True,
-    )
-
-
-def annotated(module: Path) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Begin and end (line, column) of every annotation; changes there change nothing."""
-    found: list[ast.expr] = []
-    for node in ast.walk(ast.parse(module.read_text())):
-        if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
-            found.append(node.annotation)
-        elif isinstance(node, ast.FunctionDef) and node.returns is not None:
-            found.append(node.returns)
-    return [
-        ((node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0))
-        for node in found
-    ]
-
-
-def _within(item: Any, ranges: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> bool:
-    start = tuple(item.mutations[0].start_pos)
-    return any(first <= start < last for first, last in ranges)
-
-
-def _changed(diff: str) -> list[str]:
-    return [
-        line
-        for line in diff.splitlines()
-        if line[:1] in ("+", "-") and not line.startswith(("+++", "---"))
-    ]
+    """Of the run in the staged copy: one thread, so that processor time means something."""
+    return os.environ | {
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": os.pathsep.join((".", "engine")),
+        "HYPOTHESIS_PROFILE": "mutation",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
 
 
 if __name__ == "__main__":

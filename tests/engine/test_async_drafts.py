@@ -73,6 +73,17 @@ def test_right_drafts_save_steps(depth: int) -> None:
     assert steps[1.0] < 0.5 * steps[0.0]
 
 
+@DEPTHS
+def test_drafts_do_not_end_with_a_short_text(depth: int) -> None:
+    """Behind some length nothing is drafted any more, and every token takes a step."""
+    steps = {}
+    for num_prompt in (20, 300):
+        with engine(depth, 1.0, num_kv_blocks=128) as llm:
+            run(llm, [[7 * position % 50 + 1 for position in range(num_prompt)]])
+            steps[num_prompt] = llm.counters.num_steps
+    assert steps[300] <= steps[20] + 300 // llm.config.max_num_batched_tokens + 1
+
+
 class Computed(EngineObserver):
     """What was computed, and what was delivered."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,13 +84,16 @@ def test_greedy_output_is_the_closed_form(num_blocks: int, mode: str, depth: int
 
 
 @DEPTHS
-def test_steps_are_decided_before_the_tokens_that_they_need_are_known(depth: int) -> None:
+@pytest.mark.parametrize("params", [GREEDY, replace(GREEDY, prompt_logprobs=1)])
+def test_steps_are_decided_before_the_tokens_that_they_need_are_known(
+    params: SamplingParams, depth: int
+) -> None:
     order = Order()
     with engine(depth, block_size=1) as llm:  # every step needs a block
         llm.set_observer(order)
-        run(llm, PROMPTS[:1], GREEDY)
+        run(llm, PROMPTS[:1], params)
     index = {event: place for place, event in reversed(list(enumerate(order.events)))}
-    for step in range(2, 12):
+    for step in range(1, 12):
         assert index["decided", step + depth] < index["delivered", step]
         assert index["delivered", step - 1] < index["launched", step]
 
@@ -151,6 +155,50 @@ def test_a_request_preempted_with_an_output_under_way_gets_every_token_once(
         assert order.tokens[SequenceKey(name)] == 20
 
 
+class Figures(EngineObserver):
+    """Tokens computed, and computed again, by what is launched."""
+
+    def __init__(self) -> None:
+        self.computed_tokens = self.recomputed_tokens = 0
+        self.steps: set[int] = set()
+        self.farthest: Counter[SequenceKey] = Counter()
+
+    def scheduled(self, step_id: int, key: SequenceKey, start: int, end: int) -> None:
+        self.steps.add(step_id)
+        self.computed_tokens += end - start
+        self.recomputed_tokens += max(0, min(end, self.farthest[key]) - start)
+        self.farthest[key] = max(self.farthest[key], end)
+
+
+@DEPTHS
+@pytest.mark.parametrize(("num_blocks", "budget"), [(64, 64), (14, 64), (14, 5), (16, 3)])
+def test_counters_are_of_what_is_launched(num_blocks: int, budget: int, depth: int) -> None:
+    with engine(depth, num_kv_blocks=num_blocks, max_num_batched_tokens=budget) as llm:
+        figures = Figures()
+        llm.set_observer(figures)
+        run(llm, PROMPTS, GREEDY)
+        counters = llm.counters
+    assert bool(figures.recomputed_tokens) == bool(counters.num_preemptions)
+    assert bool(counters.num_preemptions) == (num_blocks < 64)
+    assert counters.num_computed_tokens == figures.computed_tokens
+    assert counters.num_recomputed_tokens == figures.recomputed_tokens
+    assert counters.num_steps == len(figures.steps)
+
+
+@DEPTHS
+def test_steps_are_counted_while_nobody_can_run(depth: int) -> None:
+    """A number is used again only while another step is under way: who waits sees time pass."""
+    with engine(depth) as llm:
+        llm.add_request(PROMPTS[0], GREEDY)
+        llm.hold_blocks(64)
+        for count in range(1, 4):
+            llm.step()
+            assert llm.scheduler.next_step_id == count
+        llm.hold_blocks(0)
+        llm.step()
+        assert llm.scheduler.running
+
+
 @DEPTHS
 def test_beams_wait_for_their_logits(depth: int) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=8)
@@ -167,6 +215,9 @@ def test_scores_and_prompts_without_output(depth: int) -> None:
         scores = llm.score(PROMPTS[0], PROMPTS[1])
     with engine(depth) as llm:
         assert llm.score(PROMPTS[0], PROMPTS[1]) == scores
+        before = llm.scheduler.next_step_id
+        llm.score([5], [6, 7, 8])
+        assert llm.scheduler.next_step_id == before + 1, "nothing is decided behind a score"
         (output,) = run(llm, PROMPTS[:1], SamplingParams(max_tokens=0))
         assert output.outputs[0].finish_reason == "length"
         assert_all_free(llm)

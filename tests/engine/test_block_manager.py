@@ -69,6 +69,33 @@ def test_equal_blocks_under_different_parents_are_different() -> None:
     assert block_digest(bytes(16), [5, 6, 7, 8]) != block_digest(b"x" * 16, [5, 6, 7, 8])
 
 
+def test_a_digest_has_128_bits() -> None:
+    assert len(block_digest(bytes(16), PROMPT[:4])) * 8 == 128
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 5])
+@pytest.mark.parametrize("num_right", [0, 1, 2, 5])
+def test_drafts_are_not_findable_and_leave_no_trace(num_drafts: int, num_right: int) -> None:
+    """A block that drafts have filled is offered when its tokens are known, and as they are."""
+    blocks = BlockManager(8, BLOCK)
+    tokens = [*PROMPT[:7], *range(70, 75)]
+    seq = sequence("a", tokens[:7])
+    blocks.grow(seq, 12)
+    seq.draft_token_ids = [tokens[7 + n] if n < num_right else 99 for n in range(num_drafts)]
+    seq.set_computed(7 + num_drafts)
+    blocks.make_findable(seq)
+    assert hits(blocks, tokens) == seq.block_table[:1]
+    for token in tokens[7:]:
+        if seq.draft_token_ids:
+            seq.verify_draft(token)
+        else:
+            seq.set_computed(seq.num_tokens)
+            seq.append_token(token)
+        blocks.make_findable(seq)
+        known = min(seq.num_computed_tokens, seq.num_tokens)
+        assert hits(blocks, [*tokens, 0]) == seq.block_table[: known // BLOCK]
+
+
 def test_freed_blocks_stay_findable_until_they_are_reused() -> None:
     blocks = BlockManager(3, BLOCK)
     seq = compute(blocks, sequence("a", PROMPT))
@@ -139,6 +166,19 @@ def test_fenced_blocks_wait_for_their_step() -> None:
     blocks.check_integrity([])
 
 
+def test_a_fence_that_was_passed_unseen_holds_nothing_back() -> None:
+    """Of two steps under way the first may end without a word: nothing of it was wanted."""
+    blocks = BlockManager(6, BLOCK, enable_prefix_caching=False)
+    for step in (1000, 1001, 1002):
+        seq = sequence("a", PROMPT[:8])
+        blocks.grow(seq, 8)
+        blocks.free(seq, step_in_flight=step)
+    blocks.pass_fence(1001)
+    assert blocks.num_available_blocks == 4
+    assert set(blocks.fenced_blocks.values()) == {1002}
+    blocks.check_integrity([])
+
+
 def test_a_fenced_block_can_be_shared_but_not_reused() -> None:
     blocks = BlockManager(2, BLOCK)
     seq = compute(blocks, sequence("a", PROMPT[:8]))
@@ -151,14 +191,17 @@ def test_a_fenced_block_can_be_shared_but_not_reused() -> None:
     blocks.check_integrity([sharer])
 
 
-def test_held_blocks_are_nobodys() -> None:
-    blocks = BlockManager(4, BLOCK)
-    assert blocks.hold_blocks(3) == 3
+@pytest.mark.parametrize("size", [4, 1000])
+def test_held_blocks_are_nobodys(size: int) -> None:
+    blocks = BlockManager(size, BLOCK)
+    assert blocks.hold_blocks(size - 1) == size - 1
     assert blocks.num_available_blocks == 1
     blocks.check_integrity([])
-    assert blocks.hold_blocks(9) == 4
+    assert blocks.hold_blocks(2 * size) == size
+    assert blocks.hold_blocks(size - 2) == size - 2
+    assert blocks.num_available_blocks == 2
     assert blocks.hold_blocks(0) == 0
-    assert blocks.num_available_blocks == 4
+    assert blocks.num_available_blocks == size
     blocks.check_integrity([])
 
 
@@ -210,6 +253,22 @@ def test_integrity_notices_a_lost_and_a_doubled_block() -> None:
     blocks.free_blocks.push(seq.block_table[0])
     with pytest.raises(AssertionError, match="is not each of 4 blocks once"):
         blocks.check_integrity([seq])
+
+
+@pytest.mark.parametrize("digest", [bytes(16), b"\xff" * 16, None])
+def test_integrity_notices_an_entry_that_finds_other_content(digest: bytes | None) -> None:
+    blocks = BlockManager(4, BLOCK)
+    seq = compute(blocks, sequence("a", PROMPT))
+    blocks._digest_of[seq.block_table[0]] = digest
+    with pytest.raises(AssertionError, match="is found by a stale entry"):
+        blocks.check_integrity([seq])
+
+
+def test_integrity_notices_content_of_a_free_block() -> None:
+    blocks = BlockManager(4, BLOCK)
+    blocks._digest_of[3] = bytes(16)
+    with pytest.raises(AssertionError):
+        blocks.check_integrity([])
 
 
 def test_forgetting_all_content_frees_what_nobody_uses() -> None:

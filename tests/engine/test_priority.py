@@ -115,6 +115,40 @@ def test_shared_blocks_are_not_freed_by_evicting_one_of_two() -> None:
     assert llm.counters.num_preemptions == 0
 
 
+@pytest.mark.parametrize("found", [True, False])
+def test_nobody_is_evicted_for_blocks_that_the_newcomer_finds(found: bool) -> None:
+    """It shares two blocks that are in use, and needs one of its own, which is free."""
+    llm = priority_engine(6)
+    llm.add_request([1] * 9, GREEDY, request_id="a", priority=1)
+    add(llm, "b", 7, 3)
+    llm.step()
+    llm.add_request([1 if found else 9] * 9, GREEDY, request_id="c", priority=2)
+    llm.step()
+    assert running(llm) == (["a", "c", "b"] if found else ["a", "c"])
+    llm.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("num_held", [0, 1, 2, 3])
+def test_an_urgent_request_comes_back_from_the_host_at_the_cost_of_others(num_held: int) -> None:
+    """It needs two blocks, of six; b has two, and goes if fewer are free and they are enough."""
+    llm = priority_engine(6, swap_space_blocks=6, enable_prefix_caching=False)
+    add(llm, "c", 6, 1)
+    llm.step()
+    llm.preempt_request("c", "swap")
+    llm.step()
+    llm.set_priority("c", 9)
+    add(llm, "a", 6, 0)
+    add(llm, "b", 6, 5)
+    llm.hold_blocks(2)
+    llm.step()
+    assert running(llm) == ["a", "b"]
+    llm.set_priority("c", 2)
+    llm.hold_blocks(num_held)
+    llm.step()
+    assert running(llm) == (["a", "c", "b"] if num_held == 0 else ["a", "c"])
+    llm.scheduler.check_integrity()
+
+
 def test_a_seat_is_taken_from_the_least_urgent() -> None:
     llm = priority_engine(64, max_num_seqs=2)
     add(llm, "a", 3, 1)

@@ -136,6 +136,34 @@ def test_drafts_have_what_a_full_batch_leaves_of_the_budget(budget: int, num_dra
     assert max(seen) == num_drafts
 
 
+@pytest.mark.parametrize(
+    ("options", "num_found", "num_head", "num_drafts"),
+    [
+        ({"max_num_batched_tokens": 64}, 0, 8, 5),
+        ({"max_num_batched_tokens": 12}, 0, 8, 3),
+        ({"max_num_batched_tokens": 9}, 0, 8, 0),
+        ({"max_num_batched_tokens": 7}, 0, 6, 0),
+        ({"max_num_batched_tokens": 12}, 4, 4, 5),  # four of its tokens are in the cache
+        ({"max_num_batched_tokens": 9}, 4, 4, 4),
+        ({"max_num_batched_tokens": 9, "max_num_seqs": 1}, 0, 0, 5),  # it cannot come
+    ],
+)
+def test_drafts_have_what_the_head_of_the_queue_leaves(
+    options: dict[str, Any], num_found: int, num_head: int, num_drafts: int
+) -> None:
+    """One request runs and has five drafts; another of eight tokens comes."""
+    with engine(drafts(count=5), **options) as llm:
+        llm.add_request([40, 41, 42, 43, 44], replace(GREEDY, max_tokens=60))
+        for _ in range(3):
+            llm.step()
+        newcomer = [40, 41, 42, 43][:num_found] + [1, 2, 3, 4, 5, 6, 7, 8][num_found:]
+        llm.add_request(newcomer, GREEDY)
+        step = llm.schedule()
+        assert step is not None
+        tokens = [item.end - item.start for item in step.scheduled]
+    assert tokens == ([1 + num_drafts, num_head] if num_head else [1 + num_drafts])
+
+
 def _running(num_tokens: int, num_computed: int, blocks: list[int], num_drafts: int) -> Request:
     request = Request.create(
         request_id="a",

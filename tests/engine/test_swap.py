@@ -11,10 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preempt_engine import LLM, RequestOutput, SamplingParams
+from preempt_engine.block_manager import BlockManager
 from preempt_engine.errors import ConfigError
 from preempt_engine.host_pool import HostPool
 from preempt_engine.observer import EngineObserver
+from preempt_engine.sequence import Request
 from preempt_engine.step import SchedulerOutput
+from preempt_engine.swapping import Swapper
 from tests.engine.exact_reference import VOCAB_SIZE
 from tests.engine.preemption_trials import (
     Case,
@@ -102,6 +105,40 @@ def test_reserved_blocks_that_hold_nothing_yet_are_not_copied() -> None:
     assert llm.counters.num_swapped_out_blocks == 2  # 5 of 29 tokens
     assert llm.counters.num_recomputed_tokens == 0
     assert_as_expected(Case(list(range(1, 30)), params()), outputs["0"].outputs)
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "expected"), [(0, False), (1, True), (8, True), (9, False)]
+)
+def test_what_can_be_swapped_out_is_something_and_fits(num_computed: int, expected: bool) -> None:
+    """A request of 12 tokens with all its blocks; the host has two."""
+    blocks = BlockManager(8, BLOCK)
+    swapper = Swapper(blocks, num_host_blocks=2)
+    request = Request.create(
+        request_id="0",
+        arrival_index=0,
+        prompt_token_ids=list(range(12)),
+        params=params(),
+        seed=0,
+    )
+    blocks.grow(request.sequence, 12)
+    request.sequence.set_computed(num_computed)
+    assert swapper.can_swap_out(request) == expected
+
+
+@pytest.mark.parametrize(("n", "available"), [(2, 1), (3, 1), (3, 2), (4, 1), (4, 2), (4, 3)])
+def test_nobody_is_evicted_for_blocks_that_are_on_their_way(n: int, available: int) -> None:
+    """All branches of the first need a block; some are there, the others are being copied out."""
+    llm = engine(num_kv_blocks=n + 2, enable_prefix_caching=False, max_num_batched_tokens=100)
+    several = SamplingParams(n=n, seed=3, max_tokens=6, ignore_eos=True)
+    llm.add_request([5, 6, 7, 8], several)
+    llm.add_request([9, 10], params(2))
+    llm.add_request([11] * (BLOCK * (n - available) - 1), params(2))
+    advance(llm, 1)
+    assert llm.scheduler.blocks.num_available_blocks == available
+    llm.preempt_request("2", "swap")
+    outputs = run_to_end(llm)
+    assert [outputs[name].num_preemptions for name in ("0", "1", "2")] == [0, 0, 1]
 
 
 @pytest.mark.parametrize("within", [False, True], ids=["between steps", "in flight"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
+from preempt_harness import budget as budget_module
 from preempt_harness.admission import (
     AdmissionModel,
     AdmissionModelError,
@@ -138,11 +141,16 @@ def test_one_request_at_a_time_never_preempts() -> None:
     assert KVBudget.roomy(TWINS, model).num_blocks_never == 4
     with pytest.raises(NoPreemptingBudgetError, match="4 blocks, the least possible, hold all"):
         KVBudget.tight(TWINS, model)
+    with pytest.raises(NoPreemptingBudgetError, match="404 blocks, the least possible, hold all"):
+        KVBudget.tight(requests((400, 409), (3, 5)), model)
 
 
 def test_an_engine_that_reserves_outputs_never_preempts() -> None:
     model = msgspec.structs.replace(BLOCKS_OF_2, policy="output_reserved")
-    assert KVBudget.solve(TWINS, model, 5).verdict == "never_preempts"
+    five = KVBudget.solve(TWINS, model, 5)
+    assert five.verdict == "never_preempts"
+    assert (five.num_blocks_min, five.num_blocks_never) == (4, 4)
+    assert five.simulation() == simulate(TWINS, model, 5)
     assert simulate(TWINS, model, 5).num_preemptions == 0
     with pytest.raises(NoPreemptingBudgetError, match="never preempts"):
         KVBudget.tight(TWINS, model)
@@ -270,6 +278,8 @@ def test_a_tight_budget_gives_as_many_preemptions_as_asked_or_says_how_many_ther
         assert budget.simulation().num_preemptions >= at_least
     with pytest.raises(NoPreemptingBudgetError, match=r"preempts 1000 times: .* at most"):
         KVBudget.tight(workload, BLOCKS_OF_2, at_least=1000)
+    with pytest.raises(BudgetError, match="at_least=0 is not a count"):
+        KVBudget.tight(workload, BLOCKS_OF_2, at_least=0)
 
 
 def test_a_wide_range_of_counts_is_scanned_until_one_preempts() -> None:
@@ -278,6 +288,83 @@ def test_a_wide_range_of_counts_is_scanned_until_one_preempts() -> None:
     budget = KVBudget.tight(requests((20, 500), (20, 500), (20, 500)), model)
     assert budget.simulation().num_preemptions >= 2
     assert budget.simulation().recompute_ratio <= 1
+
+
+def rank(budget: KVBudget) -> tuple[bool, bool, bool]:
+    """How suitable a count is, in the words of `KVBudget.tight`: calm, proved, several."""
+    simulation = budget.simulation()
+    several = simulation.num_preemptions >= 2
+    return simulation.recompute_ratio <= 1, budget.proof.kind == "proved", several
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [
+        TWINS,
+        requests((4, 9), (6, 7), (3, 12)),
+        requests((5, 20), (1, 3), (9, 30)),
+        requests((4, 9), (6, 7), (3, 12), arrivals=(0, 2, 3)),
+        requests((12, 12), (2, 25), (9, 3), arrivals=(0, 0, 4)),
+        requests((44, 8), (24, 10), (38, 32), (38, 28)),  # some counts thrash when it is greedy
+    ],
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"reserved_blocks": 1}, {"draft_tokens": 2}, {"policy": "greedy"}]
+)
+def test_a_tight_budget_is_the_most_suitable_of_all_counts(
+    workload: Workload, options: dict[str, Any]
+) -> None:
+    """And of those that are equally good it is the largest; the smallest where drafts guess."""
+    model = msgspec.structs.replace(BLOCKS_OF_2, **options)
+    tight = KVBudget.tight(workload, model)
+    preempting = [
+        budget
+        for count in range(tight.num_blocks_min, tight.num_blocks_never)
+        if (budget := KVBudget.solve(workload, model, count)).simulation().num_preemptions
+    ]
+    assert rank(tight) == max(map(rank, preempting))
+    equals = [budget.num_blocks for budget in preempting if rank(budget) == rank(tight)]
+    if tight.proof.kind == "proved":
+        assert tight.num_blocks == (min if model.draft_tokens else max)(equals)
+
+
+@pytest.mark.parametrize("reserved", [0, 2])
+def test_in_a_wide_range_the_ends_of_proofs_are_looked_at(reserved: int) -> None:
+    workload = requests((20, 200), (20, 230), (20, 260))
+    model = AdmissionModel(block_size=1, prefix_caching=False, reserved_blocks=reserved)
+    tight = KVBudget.tight(workload, model)
+    assert tight.num_blocks_never - tight.num_blocks_min > 3 * 64
+    assert rank(tight) == (True, True, True)
+    assert rank(KVBudget.solve(workload, model, tight.num_blocks + 1)) < rank(tight)
+
+
+def test_a_wide_range_without_proofs_is_looked_at_from_end_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests that come one by one are beyond proofs. First looks are spread evenly."""
+    simulated: dict[int, None] = {}
+
+    def noting(workload: Workload, model: AdmissionModel, num_blocks: int, **known: Any) -> Any:
+        simulated[num_blocks] = None
+        return simulate(workload, model, num_blocks, **known)
+
+    monkeypatch.setattr(budget_module, "simulate", noting)
+    workload = requests((20, 90), (20, 90), (20, 90), arrivals=(0, 5, 9))
+    model = AdmissionModel(block_size=1, prefix_caching=False)
+    tight = KVBudget.tight(workload, model)
+    assert tight.proof.kind == "simulated"
+    assert rank(tight) == (True, False, True)
+    assert len(simulated) < 40, "it ends with the first that is as good as any can be"
+
+    simulated.clear()
+    with pytest.raises(NoPreemptingBudgetError):
+        KVBudget.tight(workload, model, at_least=1000)
+    counts = range(tight.num_blocks_min, tight.num_blocks_never)
+    looks = sorted(list(simulated)[:65])  # the first is for the roomiest, to know the peak
+    assert (looks[0], looks[-2:]) == (counts[0], [counts[-1], counts[-1] + 1])
+    gaps = {after - before for before, after in itertools.pairwise(looks)}
+    assert max(gaps) <= len(counts) // 64 + 1
+    assert set(counts) <= set(simulated), "before it is given up, all are looked at"
 
 
 # What the user reads ------------------------------------------------------------------------------
@@ -294,6 +381,25 @@ def test_a_vacuous_budget_without_alternative_gives_advice() -> None:
     text = KVBudget.solve(requests((4, 5)), BLOCKS_OF_2, 40).explain()
     assert "No block count preempts" in text
     assert "force a preemption with a plan" in text
+
+
+def test_the_range_that_was_looked_at_is_named_as_it_is() -> None:
+    workload = requests((6, 1), (4, 5))
+    with pytest.raises(NoPreemptingBudgetError) as caught:
+        KVBudget.tight(workload, BLOCKS_OF_2)
+    room = KVBudget.roomy(workload, BLOCKS_OF_2)
+    low, high = room.num_blocks_min, room.num_blocks_never
+    assert f"with {low} to {high - 1} blocks" in str(caught.value)
+    assert f"{high} hold them all" in str(caught.value)
+
+
+def test_what_no_pool_can_run_needs_no_more_than_a_block() -> None:
+    model = msgspec.structs.replace(BLOCKS_OF_2, max_model_len=4, reserved_blocks=1)
+    budget = KVBudget.roomy(requests((4, 5), (7, 2)), model)
+    assert (budget.num_blocks_min, budget.num_blocks, budget.verdict) == (2, 2, "never_preempts")
+    none = KVBudget.solve(budget.workload, model, 1)
+    assert none.verdict == "infeasible"
+    assert "a pool needs 1 blocks alone > 0 usable" in none.explain()
 
 
 def test_an_infeasible_budget_names_the_request_and_what_it_needs() -> None:
