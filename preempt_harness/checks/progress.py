@@ -18,13 +18,20 @@ decided ahead of the one that runs, each 2 above is 2 + 2d.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from preempt_harness.checks.drafts import DraftLedger
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
+from preempt_harness.checks.steady import IdleSteps, SteadySteps
 from preempt_harness.checks.tables import num_blocks_for
-from preempt_harness.checks.trace import Batch, DeliveredRows, ScheduledRows, Trace
+from preempt_harness.checks.trace import (
+    DeliveredRows,
+    Folded,
+    ScheduledRows,
+    Trace,
+    batches,
+)
 from preempt_harness.record import (
     Aborted,
     Arrived,
@@ -139,7 +146,7 @@ def check_steps(trace: Trace) -> CheckResult:
         return CheckResult(check="progress", part="steps", not_observable=reason)
     listing = Listing()
     bounds = _bounds(trace)
-    last = max((batch.step for batch in trace.batches), default=0)
+    last = max((event.step for event in trace.record.events), default=0)
     listing.count("steps", last + 1)
     listing.count("step bound", bounds.total)
     listing.count("stall bound K", bounds.stall)
@@ -160,7 +167,14 @@ def _exempt_steps(trace: Trace) -> set[int]:
     What the engine keeps for itself, such as a null block, is always held.
     """
     own = trace.header.config.get("reserved_blocks", 0)
-    return {event.step for event in trace.of(PoolCounts) if event.held > own}
+    exempt: set[int] = set()
+    for event in trace.of(PoolCounts, SteadySteps, IdleSteps):
+        if isinstance(event, SteadySteps | IdleSteps):
+            if event.pool.held > own:
+                exempt.update(range(event.step, event.last_step + 1))
+        elif event.held > own:
+            exempt.add(event.step)
+    return exempt
 
 
 def steps_ahead(header: Header) -> int:
@@ -185,9 +199,14 @@ def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
     stalled: set[int] = set()
     moved_in = -1
     ledger = DraftLedger() if drafts else None
-    for event in trace.batches:
+    for event in _one_by_one(trace, live, high_water):
         rises = False
-        if ledger is not None:
+        last_step = event.step
+        if isinstance(event, SteadySteps | IdleSteps):
+            last_step = event.last_step
+            if isinstance(event, SteadySteps):
+                rises = _raise_high_water(event, high_water, None)
+        elif ledger is not None:
             ledger.take(event)
         if isinstance(event, ScheduledRows):
             rises = _raise_high_water(event, high_water, None if ledger is None else ledger.known)
@@ -197,7 +216,7 @@ def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
             rises = _begins_anew(event, live)
         if rises or not live:
             stalled.clear()
-            moved_in = event.step
+            moved_in = last_step
         elif event.step != moved_in and event.step not in exempt:
             stalled.add(event.step)
         if len(stalled) > bounds.stall:
@@ -210,7 +229,23 @@ def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
             return
 
 
-def _begins_anew(event: Batch, live: dict[str, None]) -> bool:
+def _one_by_one(
+    trace: Trace, live: Mapping[str, None], high_water: Mapping[str, int]
+) -> Iterator[Folded]:
+    """What happened, steady steps one by one unless somebody gets further in each, or all ended."""
+    for event in trace.folded:
+        if isinstance(event, SteadySteps):
+            rows = zip(event.seqs, event.starts, event.lengths, strict=True)
+            moves = any(start + length > high_water.get(seq, 0) for seq, start, length in rows)
+        else:
+            moves = not isinstance(event, IdleSteps)
+        if moves or not live:
+            yield event
+        else:
+            yield from batches(event.events)
+
+
+def _begins_anew(event: Folded, live: dict[str, None]) -> bool:
     """Whether the event begins the count of stalled steps anew; keeps the live requests."""
     if isinstance(event, Arrived):
         live[event.request] = None
@@ -222,12 +257,12 @@ def _begins_anew(event: Batch, live: dict[str, None]) -> bool:
 
 
 def _raise_high_water(
-    rows: ScheduledRows, high_water: dict[str, int], known: Mapping[str, int] | None
+    rows: ScheduledRows | SteadySteps, high_water: dict[str, int], known: Mapping[str, int] | None
 ) -> bool:
     """Whether any row goes further than its sequence ever went.
 
     Args:
-        rows: of a step.
+        rows: of a step, or of steady steps.
         high_water: sequence -> how far it went; kept.
         known: with drafts, sequence -> its known tokens: what lies beyond them is no progress.
     """

@@ -1,0 +1,113 @@
+"""KVSan of steady steps: whole runs of slots compared with what they should be, and written.
+
+Owns the conditions under which nothing can be wrong with any of the steps, and what the steps leave
+behind then. It names no mistake: where one condition fails, the steps are judged one by one, by
+`sanitizer.py`, as if this file did not exist.
+
+A row is sound when the table it reads through is the one it had, all that lies before it was read
+and found right, its tokens are its own and known by then, every slot is the table's, and the blocks
+it writes are its sequence's alone, by the tables of the workers and of the scheduler. Then no row
+touches what another one reads, and their order does not matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+from preempt_harness.checks._kvsan_state import BlockIndex, Context, Reader
+from preempt_harness.checks.shadow import Shadow, Write
+from preempt_harness.checks.steady import SteadySteps
+from preempt_harness.checks.tables import SchedulerTables, num_blocks_for
+
+
+def is_sound(
+    steps: SteadySteps,
+    row: int,
+    reader: Reader,
+    told: Mapping[str, Sequence[int]],
+    context: Context,
+    shadow: Shadow,
+    index: BlockIndex,
+) -> bool:
+    """Whether one row of the steps needs no closer look.
+
+    Args:
+        steps: of one rank.
+        row: of them.
+        reader: its sequence, as the rank knows it.
+        told: sequence -> tokens that it is given after each step, one each.
+        context, shadow, index: of the rank.
+    """
+    own, start, end = reader.tokens, steps.starts[row], steps.ends[row]
+    keep, new = steps.table_change(row)
+    coming = told.get(reader.seq, ())
+    if (
+        not reader.indexed
+        or new
+        or keep < len(reader.table)
+        or reader.verified != start
+        or reader.dirty
+        or reader.corrupt
+        or len(own.ids) != own.num_known  # some are provisional
+        or start + steps.lengths[row] > own.num_known
+        or end > own.num_known + max(0, len(coming) - 1)
+    ):
+        return False
+    size = context.block_size
+    first, num_needed = start // size, num_blocks_for(end, size)
+    computed = steps.computed(row)
+    token_ids = list(chain.from_iterable([event.token_ids for event in computed]))
+    written = list(chain.from_iterable([event.written_slots for event in computed]))
+    blocks = reader.table[first:num_needed]
+    slots = [slot for block in blocks for slot in range(block * size, (block + 1) * size)]
+    return (
+        len(blocks) == num_needed - first
+        and token_ids == [*own.ids[start:], *coming][: end - start]
+        and min(token_ids) >= 0
+        and max(token_ids) < (context.vocab_size or math.inf)
+        and written == slots[start - first * size : end - first * size]
+        and all(0 <= block < context.num_blocks for block in blocks)
+        and all(len(index.entries[block]) == 1 for block in blocks)
+        and (not start or shadow.read(_slot_before(reader, size)) == own.values[start - 1])
+        and (context.tables is None or _holds(reader, first, num_needed, context.tables))
+    )
+
+
+def go_on(steps: SteadySteps, row: int, reader: Reader, shadow: Shadow, tick: int) -> None:
+    """What one sound row leaves behind; its tokens have been told."""
+    start, end, length = steps.starts[row], steps.ends[row], steps.lengths[row]
+    numbers = range(steps.step, steps.last_step + 1)
+    writes = [Write(reader.seq, step, tick) for step in numbers]
+    if length > 1:
+        writes = [write for write in writes for _ in range(length)]
+    size, values, position = shadow.block_size, reader.tokens.values, start
+    while position < end:
+        index, offset = divmod(position, size)
+        stop = min(end, position - offset + size)
+        held, part = shadow.slots(reader.table[index]), slice(offset, offset + stop - position)
+        held.values[part] = values[position:stop]
+        held.writes[part] = writes[position - start : stop - start]
+        position = stop
+    reader.verified = end
+    reader.owned = max(reader.owned, num_blocks_for(end, size))
+    reader.extend_computed(start, end)
+
+
+def _slot_before(reader: Reader, size: int) -> int:
+    """Slot of the last position that was read and found right."""
+    index, offset = divmod(reader.verified - 1, size)
+    return reader.table[index] * size + offset
+
+
+def _holds(reader: Reader, first: int, end: int, tables: SchedulerTables) -> bool:
+    """Whether entries [0, end) are the sequence's, and those from `first` on nobody else's."""
+    lease = tables.leases.get(reader.seq)
+    return (
+        lease is not None
+        and lease is reader.lease
+        and reader.computed is not None
+        and all(block in lease.born for block in reader.table[reader.owned : end])
+        and all(tables.refs.get(block, 0) < 2 for block in reader.table[first:end])
+    )
