@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from preempt_harness.checks._kvsan_state import BlockIndex, Context, Reader
-from preempt_harness.checks.shadow import Shadow, Write
+from preempt_harness.checks.shadow import Shadow, Write, slots_of
 from preempt_harness.checks.steady import SteadySteps
 from preempt_harness.checks.tables import SchedulerTables, num_blocks_for
 
@@ -61,13 +61,12 @@ def is_sound(
     token_ids = list(chain.from_iterable([event.token_ids for event in computed]))
     written = list(chain.from_iterable([event.written_slots for event in computed]))
     blocks = reader.table[first:num_needed]
-    slots = [slot for block in blocks for slot in range(block * size, (block + 1) * size)]
     return (
         len(blocks) == num_needed - first
+        and written == slots_of(blocks, start, end, size)
         and token_ids == [*own.ids[start:], *coming][: end - start]
         and min(token_ids) >= 0
         and max(token_ids) < (context.vocab_size or math.inf)
-        and written == slots[start - first * size : end - first * size]
         and all(0 <= block < context.num_blocks for block in blocks)
         and all(len(index.entries[block]) == 1 for block in blocks)
         and (not start or shadow.read(_slot_before(reader, size)) == own.values[start - 1])

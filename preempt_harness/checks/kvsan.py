@@ -27,7 +27,6 @@ from preempt_harness.checks.sanitizer import RankSanitizer
 from preempt_harness.checks.steady import SteadySteps
 from preempt_harness.checks.tables import SchedulerTables
 from preempt_harness.checks.trace import (
-    Batch,
     ComputedRows,
     DeliveredRows,
     Folded,

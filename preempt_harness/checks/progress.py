@@ -146,7 +146,7 @@ def check_steps(trace: Trace) -> CheckResult:
         return CheckResult(check="progress", part="steps", not_observable=reason)
     listing = Listing()
     bounds = _bounds(trace)
-    last = max((event.step for event in trace.record.events), default=0)
+    last = trace.last_step
     listing.count("steps", last + 1)
     listing.count("step bound", bounds.total)
     listing.count("stall bound K", bounds.stall)
@@ -238,11 +238,11 @@ def _one_by_one(
             rows = zip(event.seqs, event.starts, event.lengths, strict=True)
             moves = any(start + length > high_water.get(seq, 0) for seq, start, length in rows)
         else:
-            moves = not isinstance(event, IdleSteps)
-        if moves or not live:
-            yield event
-        else:
+            moves = False
+        if live and not moves and isinstance(event, SteadySteps | IdleSteps):
             yield from batches(event.events)
+        else:
+            yield event
 
 
 def _begins_anew(event: Folded, live: dict[str, None]) -> bool:

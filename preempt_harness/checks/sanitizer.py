@@ -31,7 +31,7 @@ from preempt_harness.checks._kvsan_steady import go_on, is_sound
 from preempt_harness.checks.chain import UNWRITTEN, extend, root
 from preempt_harness.checks.finding import Code
 from preempt_harness.checks.own_tokens import OwnTokens
-from preempt_harness.checks.shadow import Shadow, Write
+from preempt_harness.checks.shadow import Shadow, Write, slots_of
 from preempt_harness.checks.steady import SteadySteps
 from preempt_harness.checks.tables import SHARED, Lease, num_blocks_for
 from preempt_harness.checks.trace import ComputedRows
@@ -325,8 +325,7 @@ class RankSanitizer:
             or self._continued_from(row, reader) != own.value_before(start)
         ):
             return False
-        slots = [slot for block in blocks for slot in range(block * size, (block + 1) * size)]
-        if slots[start - first * size : end - first * size] != row.written_slots:
+        if slots_of(blocks, start, end, size) != row.written_slots:
             return False
         if context.tables is not None:
             references = context.tables.refs

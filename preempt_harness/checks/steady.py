@@ -10,12 +10,12 @@ it is, so a step that is odd in any field that stands here is judged by itself.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from preempt_harness.record import (
     Aborted,
+    AnyEvent,
     Arrived,
     BlocksAllocated,
     BlocksFreed,
@@ -39,9 +39,9 @@ from preempt_harness.record import (
     TokensDelivered,
 )
 
-_LETTERS: defaultdict[type, str] = defaultdict(
-    lambda: "?",
-    {
+_LETTERS: dict[type[Event], str] = (
+    dict.fromkeys(get_args(AnyEvent), "?")
+    | {
         Scheduled: "S",
         StepLaunched: "L",
         Computed: "C",
@@ -66,7 +66,7 @@ _LETTERS: defaultdict[type, str] = defaultdict(
         ),
         "b",  # may stand before the rest of its step
     )
-    | dict.fromkeys((Counters, PoolState), "a"),  # may stand after it
+    | dict.fromkeys((Counters, PoolState), "a")  # may stand after it
 )
 _SAME_SHAPE = re.compile(r"(S+LC+DT*P|P)\1*")
 """Steps with as many events of each kind as the first of them; or such in which nothing runs."""

@@ -184,6 +184,11 @@ class Trace:
                 found += batches(part)
         return found
 
+    @cached_property
+    def last_step(self) -> int:
+        """Number of the last step that anything is told of, 0 if there is none."""
+        return max(map(_STEP, self.record.events), default=0)
+
     @overload
     def of(self, kind: type[_T], /) -> list[_T]: ...
 
@@ -193,8 +198,8 @@ class Trace:
     def of(self, *kinds: type[Any]) -> list[Any]:
         """Batches and events of these kinds, in order.
 
-        Who names `SteadySteps` gets those (and `IdleSteps`, for the pool's sizes), and what stands in
-        them no second time.
+        Who names `SteadySteps` gets those, and with `PoolCounts` also `IdleSteps`; what stands in
+        them does not come a second time.
         """
         wanted = dict.fromkeys(kinds)
         if SteadySteps not in wanted and not wanted.keys().isdisjoint(_IN_STEADY_STEPS):
