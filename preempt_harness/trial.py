@@ -140,8 +140,9 @@ class _Run:
             for operation in self._trial.workload.operations:
                 if operation.step == self.step:
                     self._operate(operation)
-            self._carry_out(self._plan_runner.before_step(self.step, self._views.views))
-            self.events += self._plan_runner.take_reports()
+            if not self._plan_runner.is_over:
+                self._carry_out(self._plan_runner.before_step(self.step, self._views.views))
+                self.events += self._plan_runner.take_reports()
             self._take(self._session.poll(self._poll_timeout_s))
             self.step += 1
         self._carry_out(self._plan_runner.finish(self.step, self._views.views))
@@ -154,8 +155,9 @@ class _Run:
                 f"requests are unfinished after {self.step} polls, more than this workload and "
                 f"plan can need"
             )
-        silence_s = time.monotonic() - self._heard_at
-        if not self._is_stepped and silence_s >= self._poll_timeout_s:
+        if self._is_stepped:
+            return ""
+        if time.monotonic() - self._heard_at >= self._poll_timeout_s:
             return f"requests are unfinished, and nothing has come for {self._poll_timeout_s:g} s"
         return ""
 
@@ -181,7 +183,7 @@ class _Run:
         )
 
     def _take(self, events: Sequence[AnyEvent]) -> None:
-        if events:
+        if events and not self._is_stepped:
             self._heard_at = time.monotonic()
         self.events += events
         if not self._plan_runner.is_over:
