@@ -127,10 +127,7 @@ class PlanRunner:
     @property
     def is_over(self) -> bool:
         """No action has anything more to do; the requests need not be followed any further."""
-        for entry in self._entries:  # asked twice a step, and most plans are short
-            if entry.active:
-                return False
-        return True
+        return not any(entry.active for entry in self._entries)
 
     def refuse(self, command: Command, why: str) -> None:
         """The engine did not carry out this command of the last `before_step`.

@@ -174,13 +174,18 @@ def may_be_steady(header: Header) -> bool:
     return header.num_ranks == 1 and not header.config.get("num_speculative_tokens")
 
 
-def fold(events: Sequence[Event]) -> Iterator[SteadySteps | IdleSteps | Sequence[Event]]:
+def fold(
+    events: Sequence[Event], numbers: Sequence[int]
+) -> Iterator[SteadySteps | IdleSteps | Sequence[Event]]:
     """The events in their order, steady and idle steps taken together.
 
     Nothing is, unless step numbers rise through the whole record: so all that is told of a step
     stands in one place.
+
+    Args:
+        events: of a record.
+        numbers: the step of each.
     """
-    numbers = [event.step for event in events]
     if numbers != sorted(numbers):
         yield events
         return
@@ -204,8 +209,8 @@ def fold(events: Sequence[Event]) -> Iterator[SteadySteps | IdleSteps | Sequence
                 continue
             if told < first:
                 yield events[told:first]
-            run = events[first:last]
-            yield SteadySteps(run, width, num_rows) if num_rows else IdleSteps(run)
+            same = events[first:last]
+            yield SteadySteps(same, width, num_rows) if num_rows else IdleSteps(same)
             told = last
     if told < len(events):
         yield events[told:]

@@ -177,7 +177,7 @@ class Trace:
         if not may_be_steady(self.header):
             return list(self.batches)
         found: list[Folded] = []
-        for part in fold(self.record.events):
+        for part in fold(self.record.events, self._numbers):
             if isinstance(part, SteadySteps | IdleSteps):
                 found.append(part)
             else:
@@ -185,9 +185,14 @@ class Trace:
         return found
 
     @cached_property
+    def _numbers(self) -> list[int]:
+        """The step of each event."""
+        return [event.step for event in self.record.events]
+
+    @cached_property
     def last_step(self) -> int:
         """Number of the last step that anything is told of, 0 if there is none."""
-        return max(map(_STEP, self.record.events), default=0)
+        return max(self._numbers, default=0)
 
     @overload
     def of(self, kind: type[_T], /) -> list[_T]: ...

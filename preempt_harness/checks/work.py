@@ -94,6 +94,8 @@ def _computed_again(trace: Trace) -> tuple[dict[str, int], Counter[str]]:
             for seq in event.delivered_seqs:
                 known[seq] += event.num_steps - 1
             for seq, end in zip(event.seqs, event.ends, strict=True):
+                if not settled[seq]:
+                    again.setdefault(request_of(seq), 0)
                 settled[seq] = max(settled[seq], min(end, known[seq]))
             for seq in event.delivered_seqs:
                 known[seq] += 1
@@ -128,7 +130,7 @@ def _steps_that_go_on(trace: Trace, settled: Mapping[str, int]) -> Iterator[Any]
     kinds = (ScheduledRows, DeliveredRows, TokensChosen, Forked, Arrived, Preempted)
     for event in trace.of(SteadySteps, *kinds):
         if isinstance(event, SteadySteps) and not all(
-            0 < settled[seq] <= start for seq, start in zip(event.seqs, event.starts, strict=True)
+            settled[seq] <= start for seq, start in zip(event.seqs, event.starts, strict=True)
         ):
             yield from (batch for batch in batches(event.events) if isinstance(batch, kinds))
         else:
