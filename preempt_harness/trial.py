@@ -113,6 +113,7 @@ class _Run:
         self._poll_timeout_s = poll_timeout_s
         self._views = RequestViews()
         self._plan_runner = PlanRunner(plan, block_size=session.info.block_size)
+        self._has_plan = not self._plan_runner.is_over
         self._num_submitted = 0
         self._is_stepped = protocol.STEPPED in adapter.capabilities
         self._heard_at = time.monotonic()
@@ -140,9 +141,10 @@ class _Run:
             for operation in self._trial.workload.operations:
                 if operation.step == self.step:
                     self._operate(operation)
-            if not self._plan_runner.is_over:
+            if self._has_plan:
                 self._carry_out(self._plan_runner.before_step(self.step, self._views.views))
                 self.events += self._plan_runner.take_reports()
+                self._has_plan = not self._plan_runner.is_over  # and never is again
             self._take(self._session.poll(self._poll_timeout_s))
             self.step += 1
         self._carry_out(self._plan_runner.finish(self.step, self._views.views))
@@ -186,7 +188,7 @@ class _Run:
         if events and not self._is_stepped:
             self._heard_at = time.monotonic()
         self.events += events
-        if not self._plan_runner.is_over:
+        if self._has_plan:
             self._views.apply(events)
 
     def _operate(self, operation: Operation) -> None:
