@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 from preempt_harness.checks._kvsan_state import BlockIndex, Context, Reader
 from preempt_harness.checks.shadow import Shadow, Write, slots_of
@@ -57,9 +56,7 @@ def is_sound(
         return False
     size = context.block_size
     first, num_needed = start // size, num_blocks_for(end, size)
-    computed = steps.computed(row)
-    token_ids = list(chain.from_iterable([event.token_ids for event in computed]))
-    written = list(chain.from_iterable([event.written_slots for event in computed]))
+    token_ids, written = steps.computed_ids(row), steps.written_slots(row)
     blocks = reader.table[first:num_needed]
     return (
         len(blocks) == num_needed - first
@@ -67,10 +64,9 @@ def is_sound(
         and token_ids == [*own.ids[start:], *coming][: end - start]
         and min(token_ids) >= 0
         and max(token_ids) < (context.vocab_size or math.inf)
-        and all(0 <= block < context.num_blocks for block in blocks)
-        and all(len(index.entries[block]) == 1 for block in blocks)
         and (not start or shadow.read(_slot_before(reader, size)) == own.values[start - 1])
-        and (context.tables is None or _holds(reader, first, num_needed, context.tables))
+        and _owns(reader, num_needed, context.tables)
+        and _are_its_alone(blocks, context, index)
     )
 
 
@@ -100,13 +96,24 @@ def _slot_before(reader: Reader, size: int) -> int:
     return reader.table[index] * size + offset
 
 
-def _holds(reader: Reader, first: int, end: int, tables: SchedulerTables) -> bool:
-    """Whether entries [0, end) are the sequence's, and those from `first` on nobody else's."""
+def _owns(reader: Reader, end: int, tables: SchedulerTables | None) -> bool:
+    """Whether entries [0, end) are the sequence's by the scheduler's account, if there is one."""
+    if tables is None:
+        return True
     lease = tables.leases.get(reader.seq)
-    return (
-        lease is not None
-        and lease is reader.lease
-        and reader.computed is not None
-        and all(block in lease.born for block in reader.table[reader.owned : end])
-        and all(tables.refs.get(block, 0) < 2 for block in reader.table[first:end])
-    )
+    if lease is None or lease is not reader.lease or reader.computed is None:
+        return False
+    return lease.born.keys() >= set(reader.table[reader.owned : end])
+
+
+def _are_its_alone(blocks: Sequence[int], context: Context, index: BlockIndex) -> bool:
+    """Whether blocks of a table are in the pool, and nobody else has them by either account."""
+    references = {} if context.tables is None else context.tables.refs
+    for block in blocks:
+        if (
+            not 0 <= block < context.num_blocks
+            or len(index.entries[block]) > 1
+            or references.get(block, 0) > 1
+        ):
+            return False
+    return True

@@ -139,7 +139,21 @@ class SteadySteps:
         self.delivered_seqs = tuple([row.seq for row in delivered])
         self.pool = cast(PoolCounts, events[width - 1])
 
-    def computed(self, row: int) -> Sequence[Computed]:
+    def computed_ids(self, row: int) -> list[int]:
+        """The tokens that one row computes in all steps."""
+        events = self._computed(row)
+        if self.lengths[row] == 1:
+            return [event.token_ids[0] for event in events]
+        return [token_id for event in events for token_id in event.token_ids]
+
+    def written_slots(self, row: int) -> list[int]:
+        """Where one row writes them, as its events have it."""
+        events = self._computed(row)
+        if self.lengths[row] == 1:
+            return [event.written_slots[0] for event in events]
+        return [slot for event in events for slot in event.written_slots]
+
+    def _computed(self, row: int) -> Sequence[Computed]:
         """The events of one row, [num_steps]."""
         return cast("Sequence[Computed]", self.events[len(self.seqs) + 1 + row :: self._width])
 
