@@ -105,7 +105,7 @@ def _bounds(trace: Trace) -> StepBounds:
         for spec, together in units
     )
     last_arrival = max((spec.arrival_step for spec in specs), default=0)
-    held = _exempt_steps(trace)
+    held = trace.derive(_exempt_steps)
     num_paid = _num_paid_preemptions(trace, held)
     again = max(times, default=0) + spare
     exempt = len(held)
@@ -195,7 +195,7 @@ def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
     high_water: dict[str, int] = {}
     drafts = trace.header.config.get("num_speculative_tokens", 0)
     live: dict[str, None] = {}
-    exempt = _exempt_steps(trace)
+    exempt = trace.derive(_exempt_steps)
     stalled: set[int] = set()
     moved_in = -1
     ledger = DraftLedger() if drafts else None

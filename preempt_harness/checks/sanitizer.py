@@ -125,13 +125,14 @@ class RankSanitizer:
             reader = self._readers.get(seq) or self._reader(seq)
             if not is_sound(steps, row, reader, told, self._context, self._shadow, self._index):
                 return False
-        return True
+        new = [block for row in range(len(steps.seqs)) for block in steps.table_change(row)[1]]
+        return len(set(new)) == len(new)
 
     def go_on(self, steps: SteadySteps, tick: int) -> None:
         """Take in steps of which `goes_on` was true, after their tokens."""
         self._num_operations += 2 * steps.num_tokens
         for row, seq in enumerate(steps.seqs):
-            go_on(steps, row, self._readers[seq], self._shadow, tick)
+            go_on(steps, row, self._readers[seq], self._shadow, self._index, tick)
 
     def _reader(self, seq: str) -> Reader:
         reader = self._readers.get(seq)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 from preempt_harness.record import (
     Aborted,
@@ -68,8 +68,32 @@ _LETTERS: dict[type[Event], str] = (
     )
     | dict.fromkeys((Counters, PoolState), "a")  # may stand after it
 )
-_SAME_SHAPE = re.compile(r"(S+LC+DT*P|P)\1*")
+_SAME_SHAPE = re.compile(r"(S+LC+D(?:PT+|T*P)|P)\1*")
 """Steps with as many events of each kind as the first of them; or such in which nothing runs."""
+
+
+class _Shape(NamedTuple):
+    """Where what stands in a step.
+
+    Attributes:
+        width: events a step.
+        num_rows: rows a step.
+        first_delivered, end_delivered: [first, end) are tokens delivered.
+        pool: sizes of the pool, before the tokens or after them.
+    """
+
+    width: int
+    num_rows: int
+    first_delivered: int
+    end_delivered: int
+    pool: int
+
+    @classmethod
+    def of(cls, letters: str) -> _Shape:
+        """The shape of a step of such letters."""
+        pool = letters.index("P")
+        first = pool + 1 if letters.endswith("T") else pool - letters.count("T")
+        return cls(len(letters), letters.count("S"), first, first + letters.count("T"), pool)
 
 
 class IdleSteps:
@@ -95,8 +119,9 @@ class SteadySteps:
     """Steps that follow each other in which the same sequences go on, and nothing else happens.
 
     Every step is scheduled, launched, computed by rank 0 as it was scheduled and done; a token each
-    may be delivered, without log probabilities; then come the pool's sizes. Block tables change in
-    the first step only. A row has as many slots as tokens; which they are is left to be judged.
+    may be delivered, without log probabilities; before or after come the pool's sizes. Block
+    tables change in the first step only. A row has as many slots as tokens; which they are is left
+    to be judged.
 
     Attributes:
         events: of all steps, as many a step.
@@ -109,7 +134,7 @@ class SteadySteps:
     """
 
     __slots__ = (
-        "_width",
+        "_shape",
         "delivered_seqs",
         "ends",
         "events",
@@ -123,10 +148,11 @@ class SteadySteps:
         "step",
     )
 
-    def __init__(self, events: Sequence[Event], width: int, num_rows: int) -> None:
+    def __init__(self, events: Sequence[Event], shape: _Shape) -> None:
+        num_rows, width = shape.num_rows, shape.width
         rows = cast("Sequence[Scheduled]", events[:num_rows])
         self.events = events
-        self._width = width
+        self._shape = shape
         self.num_steps = len(events) // width
         self.step = rows[0].step
         self.last_step = events[-1].step
@@ -135,9 +161,11 @@ class SteadySteps:
         self.lengths = [row.end - row.start for row in rows]
         self.ends = [row.end for row in cast("Sequence[Scheduled]", events[-width:])[:num_rows]]
         self.num_tokens = sum(self.ends) - sum(self.starts)
-        delivered = cast("Sequence[TokensDelivered]", events[2 * num_rows + 2 : width - 1])
-        self.delivered_seqs = tuple([row.seq for row in delivered])
-        self.pool = cast(PoolCounts, events[width - 1])
+        delivered = events[shape.first_delivered : shape.end_delivered]
+        self.delivered_seqs = tuple(
+            [row.seq for row in cast("Sequence[TokensDelivered]", delivered)]
+        )
+        self.pool = cast(PoolCounts, events[shape.pool])
 
     def computed_ids(self, row: int) -> list[int]:
         """The tokens that one row computes in all steps."""
@@ -155,7 +183,9 @@ class SteadySteps:
 
     def _computed(self, row: int) -> Sequence[Computed]:
         """The events of one row, [num_steps]."""
-        return cast("Sequence[Computed]", self.events[len(self.seqs) + 1 + row :: self._width])
+        return cast(
+            "Sequence[Computed]", self.events[len(self.seqs) + 1 + row :: self._shape.width]
+        )
 
     def table_change(self, row: int) -> tuple[int, list[int]]:
         """How the first step changes the block table of one row, as `Computed` has it."""
@@ -164,8 +194,8 @@ class SteadySteps:
 
     def delivered(self, index: int) -> Sequence[TokensDelivered]:
         """The events of one of `delivered_seqs`, [num_steps]."""
-        first = 2 * len(self.seqs) + 2 + index
-        return cast("Sequence[TokensDelivered]", self.events[first :: self._width])
+        events = self.events[self._shape.first_delivered + index :: self._shape.width]
+        return cast("Sequence[TokensDelivered]", events)
 
     def delivered_ids(self) -> list[list[int]]:
         """The tokens that each of `delivered_seqs` gets."""
@@ -174,13 +204,13 @@ class SteadySteps:
 
     def first_events(self) -> Sequence[Event]:
         """Those of the first step."""
-        return self.events[: self._width]
+        return self.events[: self._shape.width]
 
     def but_first(self) -> SteadySteps | None:
         """All steps but the first, if there are any."""
         if self.num_steps == 1:
             return None
-        return SteadySteps(self.events[self._width :], self._width, len(self.seqs))
+        return SteadySteps(self.events[self._shape.width :], self._shape)
 
 
 def may_be_steady(header: Header) -> bool:
@@ -205,13 +235,14 @@ def fold(
         return
     letters = "".join(map(_LETTERS.__getitem__, map(type, events)))
     told = 0
-    for shape in _SAME_SHAPE.finditer(letters):
-        width, num_rows = len(shape[1]), shape[1].count("S")
-        if shape[1].count("C") != num_rows:
+    for found in _SAME_SHAPE.finditer(letters):
+        shape = _Shape.of(found[1])
+        width, num_rows = shape.width, shape.num_rows
+        if found[1].count("C") != num_rows:
             continue
-        start, end = shape.span()
+        start, end = found.span()
         while start < end:
-            stop = start + width * _num_alike(events, start, end, width, num_rows)
+            stop = start + width * _num_alike(events, start, end, shape)
             first, last = start, stop
             start = max(stop, start + width)
             if num_rows:
@@ -224,7 +255,7 @@ def fold(
             if told < first:
                 yield events[told:first]
             same = events[first:last]
-            yield SteadySteps(same, width, num_rows) if num_rows else IdleSteps(same)
+            yield SteadySteps(same, shape) if num_rows else IdleSteps(same)
             told = last
     if told < len(events):
         yield events[told:]
@@ -250,23 +281,23 @@ def _told_after(letters: str, numbers: Sequence[int], end: int) -> bool:
     return False
 
 
-def _num_alike(events: Sequence[Any], start: int, end: int, width: int, num_rows: int) -> int:
+def _num_alike(events: Sequence[Any], start: int, end: int, shape: _Shape) -> int:
     """How many steps from `start` on are steady together; 0 when the first is not.
 
     Args:
         events: of the record; those of [start, end) are steps of one shape.
         start, end: where.
-        width: events a step.
-        num_rows: rows a step.
+        shape: of each.
     """
-    rows = _Rows(events[start : start + width], num_rows) if num_rows else None
-    pool = events[start + width - 1]
+    width = shape.width
+    rows = _Rows(events[start : start + width], shape) if shape.num_rows else None
+    pool = events[start + shape.pool]
     number = pool.step
     for first in range(start, end, width):
-        sizes = events[first + width - 1]
+        sizes = events[first + shape.pool]
         if (
             events[first].step != number
-            or sizes.step != number
+            or events[first + width - 1].step != number
             or sizes.free != pool.free
             or sizes.cached != pool.cached
             or sizes.used != pool.used
@@ -285,18 +316,21 @@ class _Rows:
 
     Args:
         events: of the first step.
-        num_rows: rows of it.
+        shape: of every step.
     """
 
-    def __init__(self, events: Sequence[Any], num_rows: int) -> None:
+    def __init__(self, events: Sequence[Any], shape: _Shape) -> None:
+        num_rows = shape.num_rows
         rows = events[:num_rows]
+        self._first_delivered = shape.first_delivered
         self._seqs = [row.seq for row in rows]
         self._lengths = [row.end - row.start for row in rows]
         self._ends = [row.start for row in rows]
         computed = events[num_rows + 1 : 2 * num_rows + 1]
         self._num_blocks = [row.table_keep + len(row.table_new) for row in computed]
         self._is_first = True
-        self._delivered_seqs = [event.seq for event in events[2 * num_rows + 2 : -1]]
+        delivered = events[shape.first_delivered : shape.end_delivered]
+        self._delivered_seqs = [event.seq for event in delivered]
         self._is_sound = min(self._lengths) > 0 and all(
             len(set(seqs)) == len(seqs) for seqs in (self._seqs, self._delivered_seqs)
         )
@@ -324,8 +358,7 @@ class _Rows:
                 )
             ):
                 return False
-        at += len(seqs) + 1  # behind the end of the step
-        for place, seq in enumerate(self._delivered_seqs, start=at):
+        for place, seq in enumerate(self._delivered_seqs, start=first + self._first_delivered):
             delivered = events[place]
             if (
                 delivered.seq != seq

@@ -19,7 +19,15 @@ from hypothesis import strategies as st
 from preempt_harness.checks import CheckResult, run_checks
 from preempt_harness.checks.steady import SteadySteps
 from preempt_harness.checks.trace import Trace
-from preempt_harness.record import AnyEvent, Counters, PoolState, StepSent, TrialRecord
+from preempt_harness.record import (
+    AnyEvent,
+    Counters,
+    PoolCounts,
+    PoolState,
+    StepSent,
+    TokensDelivered,
+    TrialRecord,
+)
 
 
 @st.composite
@@ -47,9 +55,21 @@ def steady_records(draw: st.DrawFn) -> TrialRecord:
         if not isinstance(event, StepSent)
         and not (isinstance(event, PoolState | Counters) and event.step % often)
     ]
+    if draw(st.booleans()):
+        _tell_sizes_before_tokens(record.events)
     observed = [name for name in record.header.observed if name != "StepSent"]
     record.header = msgspec.structs.replace(record.header, observed=observed)
     return record
+
+
+def _tell_sizes_before_tokens(events: list[AnyEvent]) -> None:
+    """As engines do that decide ahead."""
+    for place, event in enumerate(events):
+        if isinstance(event, PoolCounts):
+            first = place
+            while isinstance(events[first - 1], TokensDelivered):
+                first -= 1
+            events.insert(first, events.pop(place))
 
 
 def damage(record: TrialRecord, dice: random.Random) -> None:

@@ -116,6 +116,18 @@ def test_steps_that_only_go_on_are_one_piece() -> None:
     assert piece.delivered_ids()[0] == [output("r0", step) for step in range(1, NUM_STEPS)]
 
 
+def test_sizes_of_the_pool_may_come_before_the_tokens() -> None:
+    record = steps()
+    for step in range(NUM_STEPS):
+        places = _of_step(record, step)
+        record.events.insert(places[-3], record.events.pop(places[-1]))
+    assert taken_together(record) == [NUM_STEPS - 1]
+    piece = Trace(record).of(SteadySteps)[-1]
+    assert (piece.pool.step, piece.delivered_seqs) == (1, ("r0.0", "r1.0"))
+    assert piece.delivered_ids()[1] == [output("r1", step) for step in range(1, NUM_STEPS)]
+    assert findings(record) == findings_step_by_step(record)
+
+
 def test_steps_in_which_nothing_runs_are_one_piece() -> None:
     record = steps()
     record.events = [PoolCounts(step, 10, 10, 0, 0) for step in range(NUM_STEPS)]
@@ -251,6 +263,22 @@ def test_wrong_token_within_steady_steps_names_its_step() -> None:
     assert taken_together(record) == [NUM_STEPS - 1]
     first = run_checks(record, ["kvsan"]).findings[0]
     assert (first.code, first.step, first.position) == (Code.KVSAN_TOKEN_MISMATCH, 7, 9)
+
+
+def test_block_new_to_two_tables_at_once_is_found() -> None:
+    record = steps()
+    record.events = [_with_block_9(event) for event in record.events]
+    assert findings(record) == findings_step_by_step(record)
+    assert run_checks(record, ["kvsan"]).findings
+
+
+def _with_block_9(event: AnyEvent) -> AnyEvent:
+    """Tables of two blocks at first; from step 5 on both have block 9 as their third."""
+    if not isinstance(event, Computed):
+        return event
+    keep = 0 if event.step == 0 else 2 if event.step <= 5 else 3
+    new = event.table_new[:2] if event.step == 0 else [9] if event.step == 5 else []
+    return msgspec.structs.replace(event, table_keep=keep, table_new=new)
 
 
 def test_sound_steady_steps_have_no_finding() -> None:
