@@ -31,7 +31,7 @@ def check_pool_counts(trace: Trace) -> CheckResult:
     listing = Listing()
     tables = SchedulerTables() if _sees_tables(trace) else None
     for event in trace.of(PoolCounts, SteadySteps, IdleSteps, *_TABLE_EVENTS):
-        if isinstance(event, SteadySteps | IdleSteps):
+        if isinstance(event, (SteadySteps, IdleSteps)):
             listing.count("pool counts judged", event.num_steps)
             event = event.pool  # the others are the same, and so are the tables
         elif isinstance(event, PoolCounts):

@@ -54,6 +54,8 @@ PREEMPT_ALL = "preempt-all"
 _BEGINNINGS = frozenset({Arrived, Finished, Aborted, Preempted})
 """What can begin the count of stalled steps anew, besides rows that go further than ever."""
 
+_SEVERAL_STEPS = (SteadySteps, IdleSteps)
+
 _SPARE = 2  # steps: one for the preempting step, which admits nobody, one in flight
 
 
@@ -169,7 +171,7 @@ def _exempt_steps(trace: Trace) -> set[int]:
     own = trace.header.config.get("reserved_blocks", 0)
     exempt: set[int] = set()
     for event in trace.of(PoolCounts, SteadySteps, IdleSteps):
-        if isinstance(event, SteadySteps | IdleSteps):
+        if isinstance(event, _SEVERAL_STEPS):
             if event.pool.held > own:
                 exempt.update(range(event.step, event.last_step + 1))
         elif event.held > own:
@@ -201,14 +203,12 @@ def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
     ledger = DraftLedger() if drafts else None
     for event in _one_by_one(trace, live, high_water):
         rises = False
-        last_step = event.step
-        if isinstance(event, SteadySteps | IdleSteps):
-            last_step = event.last_step
-            if isinstance(event, SteadySteps):
-                rises = _raise_high_water(event, high_water, None)
-        elif ledger is not None:
+        if ledger is not None:
+            assert not isinstance(event, _SEVERAL_STEPS)  # there are none with drafts
             ledger.take(event)
-        if isinstance(event, ScheduledRows):
+        if isinstance(event, SteadySteps):
+            rises = _raise_high_water(event, high_water, None)
+        elif isinstance(event, ScheduledRows):
             rises = _raise_high_water(event, high_water, None if ledger is None else ledger.known)
         elif drafts and isinstance(event, DeliveredRows):
             rises = True  # how many of a step's tokens were known is not always told in time
@@ -216,7 +216,7 @@ def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
             rises = _begins_anew(event, live)
         if rises or not live:
             stalled.clear()
-            moved_in = last_step
+            moved_in = event.last_step if isinstance(event, _SEVERAL_STEPS) else event.step
         elif event.step != moved_in and event.step not in exempt:
             stalled.add(event.step)
         if len(stalled) > bounds.stall:
@@ -234,15 +234,18 @@ def _one_by_one(
 ) -> Iterator[Folded]:
     """What happened, steady steps one by one unless somebody gets further in each, or all ended."""
     for event in trace.folded:
-        if isinstance(event, SteadySteps):
-            rows = zip(event.seqs, event.starts, event.lengths, strict=True)
-            moves = any(start + length > high_water.get(seq, 0) for seq, start, length in rows)
-        else:
-            moves = False
-        if live and not moves and isinstance(event, SteadySteps | IdleSteps):
-            yield from batches(event.events)
-        else:
+        if not live or not isinstance(event, _SEVERAL_STEPS) or _moves(event, high_water):
             yield event
+        else:
+            yield from batches(event.events)
+
+
+def _moves(steps: SteadySteps | IdleSteps, high_water: Mapping[str, int]) -> bool:
+    """Whether some row goes further than ever in the first step, and so in every one."""
+    return isinstance(steps, SteadySteps) and any(
+        start + length > high_water.get(seq, 0)
+        for seq, start, length in zip(steps.seqs, steps.starts, steps.lengths, strict=True)
+    )
 
 
 def _begins_anew(event: Folded, live: dict[str, None]) -> bool:

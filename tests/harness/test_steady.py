@@ -19,6 +19,7 @@ from preempt_harness.record import (
     Arrived,
     BlocksAllocated,
     BlocksCopied,
+    BlocksPoisoned,
     Computed,
     Header,
     PoolCounts,
@@ -279,6 +280,26 @@ def _with_block_9(event: AnyEvent) -> AnyEvent:
     keep = 0 if event.step == 0 else 2 if event.step <= 5 else 3
     new = event.table_new[:2] if event.step == 0 else [9] if event.step == 5 else []
     return msgspec.structs.replace(event, table_keep=keep, table_new=new)
+
+
+def test_poison_between_steady_steps_is_read_in_the_next() -> None:
+    record = steps()
+    place = _of_step(record, 6)[-1] + 1
+    record.events.insert(place, BlocksPoisoned(6, 0, [0]))
+    assert findings(record) == findings_step_by_step(record)
+    finding = next(f for f in run_checks(record, ["kvsan"]).findings if f.request == "r0")
+    assert (finding.code, finding.step, finding.position) == (Code.KVSAN_STALE_READ, 7, 0)
+
+
+def test_positions_left_out_between_steady_steps_are_found() -> None:
+    record = steps()
+    record.events = [event for event in record.events if not _is_row(event, 6)]
+    assert findings(record) == findings_step_by_step(record)
+    assert {f.code for f in run_checks(record, ["kvsan"]).findings} >= {Code.KVSAN_GAP}
+
+
+def _is_row(event: AnyEvent, step: int) -> bool:
+    return isinstance(event, Scheduled | Computed) and event.step == step
 
 
 def test_sound_steady_steps_have_no_finding() -> None:
