@@ -75,7 +75,7 @@ def main() -> None:
 def part_costs(short: Trial, long: Trial, repeats: int) -> dict[str, float]:
     """Part of a check -> microseconds per step, median.
 
-    What several parts share stands by itself: "trace", the rows of a step taken together, and
+    What several parts share stands by itself: "trace", rows and steps taken together, and
     "totals", the harness's own counts.
     """
     records = [_own_baseline(run_trial(trial, EmbeddedAdapter())) for trial in (short, long)]
@@ -91,8 +91,8 @@ def part_costs(short: Trial, long: Trial, repeats: int) -> dict[str, float]:
 
 
 def _batches(record: TrialRecord) -> None:
-    """What all parts share: rows of a step taken together."""
-    assert Trace(record).batches
+    """What all parts share: rows of a step, and steps that are alike, taken together."""
+    assert Trace(record).folded
 
 
 def trial_of(running: int, context: int, max_tokens: int) -> Trial:

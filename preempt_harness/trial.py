@@ -114,6 +114,7 @@ class _Run:
         self._poll_timeout_s = poll_timeout_s
         self._views = RequestViews()
         self._plan_runner = PlanRunner(plan, block_size=session.info.block_size)
+        self._has_plan = not self._plan_runner.is_over
         self._num_submitted = 0
         self._is_stepped = protocol.STEPPED in adapter.capabilities
         needed = {"PoolCounts", "Preempted", "TokensDelivered"}
@@ -148,8 +149,10 @@ class _Run:
             for operation in self._trial.workload.operations:
                 if operation.step == self.step:
                     self._operate(operation)
-            self._carry_out(self._plan_runner.before_step(self.step, self._views.views))
-            self.events += self._plan_runner.take_reports()
+            if self._has_plan:
+                self._carry_out(self._plan_runner.before_step(self.step, self._views.views))
+                self.events += self._plan_runner.take_reports()
+                self._has_plan = not self._plan_runner.is_over  # and never is again
             events = self._session.poll(self._poll_timeout_s)
             self._take(events)
             if self._sees_knobs:
@@ -165,8 +168,9 @@ class _Run:
                 f"requests are unfinished after {self.step} polls, more than this workload and "
                 f"plan can need"
             )
-        silence_s = time.monotonic() - self._heard_at
-        if not self._is_stepped and silence_s >= self._poll_timeout_s:
+        if self._is_stepped:
+            return ""
+        if time.monotonic() - self._heard_at >= self._poll_timeout_s:
             return f"requests are unfinished, and nothing has come for {self._poll_timeout_s:g} s"
         return ""
 
@@ -192,10 +196,10 @@ class _Run:
         )
 
     def _take(self, events: Sequence[AnyEvent]) -> None:
-        if events:
+        if events and not self._is_stepped:
             self._heard_at = time.monotonic()
         self.events += events
-        if not self._plan_runner.is_over:
+        if self._has_plan:
             self._views.apply(events)
 
     def _operate(self, operation: Operation) -> None:

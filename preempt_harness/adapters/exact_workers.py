@@ -63,7 +63,7 @@ class ExactWorkers:
 
     def __init__(self, num_blocks: int, block_size: int, num_ranks: int = 1) -> None:
         self._caches = [ExactCache(num_blocks, block_size, salt=rank) for rank in range(num_ranks)]
-        self._tables: dict[tuple[int, str], list[int]] = {}
+        self._tables: list[dict[str, list[int]]] = [{} for _ in range(num_ranks)]
 
     def compute(
         self,
@@ -104,17 +104,20 @@ class ExactWorkers:
         return chosen
 
     def _computed(self, step: int, rank: int, row: Row) -> record.Computed:
-        before = self._tables.get((rank, row.seq), [])
-        self._tables[rank, row.seq] = list(row.table)
-        keep = common_length(before, row.table)
+        tables, table = self._tables[rank], row.table
+        before = tables.get(row.seq, [])
+        keep = len(before)
+        if table != before:
+            keep = common_length(before, table)
+            tables[row.seq] = list(table)
         return record.Computed(
-            step=step,
-            rank=rank,
-            seq=row.seq,
-            start=row.start,
+            step,
+            rank,
+            row.seq,
+            row.start,
             token_ids=list(row.token_ids),
             written_slots=list(row.slots),
             table_keep=keep,
-            table_new=row.table[keep:],
+            table_new=table[keep:],
             read_len=row.read_len,
         )

@@ -7,7 +7,9 @@ from them (`nano_vllm_ranks`). The model is the exact KV model.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib.util import find_spec
+from pathlib import Path
 
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.nano_vllm_exact import ExactNanoVllmSession
@@ -78,7 +80,10 @@ class NanoVllmSchedulerAdapter(ExactModelAdapter):
 def chunks_prompts() -> bool:
     """Whether the engine computes a long prompt in several steps."""
     source = find_source()
-    if source is None:
-        return False
-    scheduler = source[0] / "engine" / "scheduler.py"
+    return source is not None and _schedules_chunks(source[0])
+
+
+@lru_cache(maxsize=8)
+def _schedules_chunks(folder: Path) -> bool:
+    scheduler = folder / "engine" / "scheduler.py"
     return scheduler.is_file() and "num_scheduled_tokens" in scheduler.read_text()

@@ -41,6 +41,7 @@ class NanoVllmSession(SchedulerSession):
     ) -> None:
         super().__init__(Log(settings.max_num_batched_tokens, settings.block_size))
         self._scheduler = scheduler
+        self._takes_phase = len(inspect.signature(scheduler.postprocess).parameters) > 2
         self._make_sequence = make_sequence
         self._sequences: dict[str, Any] = {}
         self._names: dict[int, str] = {}  # the engine's sequence id -> request
@@ -98,8 +99,8 @@ class NanoVllmSession(SchedulerSession):
                 self._log.scheduled(self._name(sequence), start, end, sequence.num_tokens)
         tokens = self._compute(sequences, is_prefill)
         self._log.add(record.StepDone(self._log.step))
-        takes_phase = len(inspect.signature(self._scheduler.postprocess).parameters) > 2
-        self._scheduler.postprocess(sequences, tokens, *([is_prefill] if takes_phase else []))
+        phase = [is_prefill] if self._takes_phase else []
+        self._scheduler.postprocess(sequences, tokens, *phase)
         for sequence in sequences:
             self._deliver(sequence)
 

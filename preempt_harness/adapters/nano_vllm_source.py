@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +39,11 @@ def find_source() -> tuple[Path, str] | None:
     named = os.environ.get(PATH_VARIABLE, "")
     if named:
         return Path(named).resolve() / "nanovllm", f"checkout {Path(named).name}"
+    return _installed()
+
+
+@lru_cache(maxsize=1)  # asked for in every trial
+def _installed() -> tuple[Path, str] | None:
     try:
         found = distribution(PACKAGE)
     except PackageNotFoundError:

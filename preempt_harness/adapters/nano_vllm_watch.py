@@ -88,33 +88,38 @@ class SchedulerWatch:
     def record_pool(self, sequences: Mapping[str, Any]) -> None:
         """Sizes every step; everything when somebody lost blocks or ended, and now and then."""
         pool, log = self._pool, self._log
-        findable = {
-            block
-            for block in pool.free_block_ids
-            if pool.blocks[block].hash != -1
-            and pool.hash_to_block_id.get(pool.blocks[block].hash) == block
-        }
+        blocks, by_hash = pool.blocks, pool.hash_to_block_id
+        findable = (
+            {
+                block
+                for block in pool.free_block_ids
+                if (found := blocks[block].hash) != -1 and by_hash.get(found) == block
+            }
+            if by_hash
+            else set()
+        )
+        num_held = len(self._held)
         log.add(
             record.PoolCounts(
-                step=log.step,
-                num_blocks=len(pool.blocks),
+                log.step,
+                num_blocks=len(blocks),
                 free=len(pool.free_block_ids) - len(findable),
                 cached=len(findable),
-                used=len(pool.used_block_ids) - len(self._held),
-                held=len(self._held),
+                used=len(pool.used_block_ids) - num_held,
+                held=num_held,
             )
         )
         if not log.pool_is_due:
             return
         held = set(self._held)
         log.pool(
-            num_blocks=len(pool.blocks),
+            num_blocks=len(blocks),
             free=[block for block in pool.free_block_ids if block not in findable],
             cached=sorted(findable),
             held=list(self._held),
             ref_counts={
                 block.block_id: block.ref_count
-                for block in pool.blocks
+                for block in blocks
                 if block.ref_count and block.block_id not in held
             },
             tables={name: sequence.block_table for name, sequence in sequences.items()},

@@ -35,7 +35,7 @@ OBSERVED = (
 Sink = Callable[[Sequence[AnyEvent]], None]
 
 
-@dataclass
+@dataclass(slots=True)
 class Track:
     """Where one request stands, as far as a log needs it.
 
@@ -49,6 +49,7 @@ class Track:
         num_steps: steps since it was admitted.
         is_away: it was preempted and not admitted again.
         held: blocks of its table that were announced.
+        seq: name of its sequence.
     """
 
     spec: RequestSpec
@@ -60,10 +61,10 @@ class Track:
     num_steps: int = 0
     is_away: bool = False
     held: list[int] = field(default_factory=list)
+    seq: str = field(init=False)
 
-    @property
-    def seq(self) -> str:
-        return f"{self.spec.id}.0"
+    def __post_init__(self) -> None:
+        self.seq = f"{self.spec.id}.0"
 
 
 class Log:
@@ -160,9 +161,9 @@ class Log:
             num_cached: blocks found in the prefix cache, of those that are new.
         """
         track = self.tracks[name]
-        new = list(table[len(track.held) :])
-        if not new:
+        if len(table) <= len(track.held):
             return
+        new = list(table[len(track.held) :])
         if track.is_away:
             track.is_away = False
             num_cached_tokens = num_cached * self._block_size

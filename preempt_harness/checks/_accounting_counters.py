@@ -10,7 +10,8 @@ from collections import Counter
 
 from preempt_harness.checks.drafts import DRAFT_KINDS, DraftLedger, has_drafts
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
-from preempt_harness.checks.trace import Batch, DeliveredRows, ScheduledRows, Trace
+from preempt_harness.checks.steady import IdleSteps, SteadySteps
+from preempt_harness.checks.trace import DeliveredRows, Folded, ScheduledRows, Trace
 from preempt_harness.record import (
     BlocksAllocated,
     Counters,
@@ -43,6 +44,7 @@ COUNTER_INPUTS = {
 
 
 TALLIED = (
+    SteadySteps,
     ScheduledRows,
     DeliveredRows,
     BlocksAllocated,
@@ -92,13 +94,20 @@ class Tally:
         self._continued: set[str] = set()  # got a token since it was scheduled; with drafts only
         self._last_step = -1
 
-    def take(self, event: Batch) -> None:
-        """Count an event, or the rows of a step."""
+    def take(self, event: Folded) -> None:
+        """Count an event, the rows of a step, or steady steps."""
         if self.drafts is not None:
+            assert not isinstance(event, SteadySteps | IdleSteps)  # there are none with drafts
             self.drafts.take(event)
             if isinstance(event, DeliveredRows):
                 self._continued.update(event.seqs)
-        if isinstance(event, ScheduledRows):
+        if isinstance(event, SteadySteps):
+            self._schedule(event)
+            self.values["num_steps"] += event.num_steps - 1
+            self._last_step = event.last_step
+            delivered = event.num_steps * len(event.delivered_seqs)
+            self.values["num_generated_tokens"] += delivered
+        elif isinstance(event, ScheduledRows):
             self._schedule(event)
         elif isinstance(event, DeliveredRows):
             self.values["num_generated_tokens"] += event.num_tokens
@@ -121,7 +130,7 @@ class Tally:
             own = 0 if event.rank else len(event.pairs)  # every rank makes the same copies
             self.values[_COPY_COUNTERS[type(event)]] += own
 
-    def _schedule(self, rows: ScheduledRows) -> None:
+    def _schedule(self, rows: ScheduledRows | SteadySteps) -> None:
         if self._lost:
             for seq, start, end in zip(rows.seqs, rows.starts, rows.ends, strict=True):
                 again = min(end, self._lost.get(seq, 0)) - start

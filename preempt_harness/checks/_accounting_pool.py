@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from preempt_harness.checks.finding import CheckResult, Code, Listing
+from preempt_harness.checks.steady import IdleSteps, SteadySteps
 from preempt_harness.checks.tables import SchedulerTables
 from preempt_harness.checks.trace import Trace
 from preempt_harness.record import (
@@ -29,12 +30,16 @@ def check_pool_counts(trace: Trace) -> CheckResult:
     """free + cached + used + held + fenced = num_blocks, and used is what the tables name."""
     listing = Listing()
     tables = SchedulerTables() if _sees_tables(trace) else None
-    for event in trace.of(PoolCounts, *_TABLE_EVENTS):
-        if not isinstance(event, PoolCounts):
+    for event in trace.of(PoolCounts, SteadySteps, IdleSteps, *_TABLE_EVENTS):
+        if isinstance(event, (SteadySteps, IdleSteps)):
+            listing.count("pool counts judged", event.num_steps)
+            event = event.pool  # the others are the same, and so are the tables
+        elif isinstance(event, PoolCounts):
+            listing.count("pool counts judged")
+        else:
             if tables is not None:
                 _follow(tables, event)
             continue
-        listing.count("pool counts judged")
         parts = (event.free, event.cached, event.used, event.held, event.fenced)
         if sum(parts) != event.num_blocks or min(parts) < 0:
             listing.report(

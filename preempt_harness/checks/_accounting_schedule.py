@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
+from preempt_harness.checks.steady import SteadySteps
 from preempt_harness.checks.tables import SchedulerTables
 from preempt_harness.checks.trace import (
-    Batch,
     DeliveredRows,
+    Folded,
     RequestNames,
     ScheduledRows,
     Trace,
@@ -39,6 +40,7 @@ def check_preemptions(trace: Trace) -> CheckResult:
 
 
 _OF_PREEMPTIONS = (
+    SteadySteps,
     ScheduledRows,
     DeliveredRows,
     StepLaunched,
@@ -72,8 +74,10 @@ class _Preemptions:
         self._in_flight: dict[int, dict[str, set[int]]] = {}
         self._requests = RequestNames()
 
-    def take(self, event: Batch) -> None:
-        if isinstance(event, ScheduledRows):
+    def take(self, event: Folded) -> None:
+        if isinstance(event, SteadySteps):
+            self._go_on(event)
+        elif isinstance(event, ScheduledRows):
             self._schedule(event)
         elif isinstance(event, DeliveredRows):
             for seq, token_ids in zip(event.seqs, event.token_ids, strict=True):
@@ -111,23 +115,42 @@ class _Preemptions:
                 self._kept.discard(event.request)
 
     def _schedule(self, rows: ScheduledRows) -> None:
-        requests = self._requests[rows.seqs]
-        self._scheduled_in.update(dict.fromkeys((*requests, *rows.seqs), rows.step))
+        self._note_scheduled(rows.seqs, rows.step, rows.step)
         ends = self._in_flight.setdefault(rows.step, {})
         computed = self._computed
         for seq, start, end in zip(rows.seqs, rows.starts, rows.ends, strict=True):
-            # What lies beyond the known tokens is drafts, of which any number may be accepted.
-            first = min(end, max(start + 1, self._num_tokens[seq]))
-            ends[seq] = set(range(first, end + 1))
+            ends[seq] = self._possible_ends(seq, start, end)
             if seq in computed:
                 computed[seq] |= ends[seq]
             else:
                 computed[seq] = set(ends[seq])
-        if not self._away.keys().isdisjoint((*requests, *rows.seqs)):
-            for seq in rows.seqs:
+
+    def _go_on(self, steps: SteadySteps) -> None:
+        """All of them, of which the last one says where its rows are."""
+        self._note_scheduled(steps.seqs, steps.step, steps.last_step)
+        self._judge_away(steps.step)
+        for seq in steps.delivered_seqs:
+            self._num_tokens[seq] += steps.num_steps - 1
+        for seq, length, end in zip(steps.seqs, steps.lengths, steps.ends, strict=True):
+            self._computed[seq] = self._possible_ends(seq, end - length, end)
+        for seq in steps.delivered_seqs:
+            self._num_tokens[seq] += 1
+
+    def _possible_ends(self, seq: str, start: int, end: int) -> set[int]:
+        """Where a row may leave its sequence.
+
+        What lies beyond the known tokens is drafts, of which any number may be accepted.
+        """
+        return set(range(min(end, max(start + 1, self._num_tokens[seq])), end + 1))
+
+    def _note_scheduled(self, seqs: tuple[str, ...], first_step: int, last_step: int) -> None:
+        requests = self._requests[seqs]
+        self._scheduled_in.update(dict.fromkeys((*requests, *seqs), last_step))
+        if not self._away.keys().isdisjoint((*requests, *seqs)):
+            for seq in seqs:
                 preempted = self._away_since(seq)
                 if preempted is not None:
-                    self._report_scheduled(rows.step, request_of(seq), preempted)
+                    self._report_scheduled(first_step, request_of(seq), preempted)
 
     def _away_since(self, seq: str) -> int | None:
         """The step in which the sequence, alone or with its request, was preempted."""
@@ -218,13 +241,18 @@ def check_limits(trace: Trace) -> CheckResult:
     listing = Listing()
     tokens: Counter[int] = Counter()
     sequences: dict[int, frozenset[str]] = {}
-    for rows in trace.of(ScheduledRows):
-        tokens[rows.step] += rows.num_tokens
+    num_more = 0  # steady steps, all like the first of them
+    for rows in trace.of(SteadySteps, ScheduledRows):
+        if isinstance(rows, SteadySteps):
+            tokens[rows.step] = sum(rows.lengths)
+            num_more += rows.num_steps - 1
+        else:
+            tokens[rows.step] += rows.num_tokens
         sequences[rows.step] = sequences.get(rows.step, frozenset()).union(rows.seqs)
     budget = trace.header.config.get("max_num_batched_tokens")
     most = trace.header.config.get("max_num_seqs")
     if sequences:
-        listing.count("steps judged", len(sequences))
+        listing.count("steps judged", len(sequences) + num_more)
     for step in sorted(sequences):
         if isinstance(budget, int) and tokens[step] > budget:
             listing.report(

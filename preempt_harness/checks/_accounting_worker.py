@@ -6,12 +6,13 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from preempt_harness.checks.finding import CheckResult, Code, Listing
+from preempt_harness.checks.steady import SteadySteps
 from preempt_harness.checks.tables import (
     Lease,
     SchedulerTables,
     first_difference,
 )
-from preempt_harness.checks.trace import ComputedRows, ScheduledRows, Trace
+from preempt_harness.checks.trace import ComputedRows, ScheduledRows, Trace, batches
 from preempt_harness.record import (
     BlocksAllocated,
     BlocksCopied,
@@ -67,8 +68,11 @@ def check_worker_view(trace: Trace) -> CheckResult:
     listing = Listing()
     copies_observed = trace.sees("BlocksCopied", "WorkerCopied")
     steps: defaultdict[int, _Step] = defaultdict(_Step)
-    for event in trace.of(ScheduledRows, ComputedRows, BlocksCopied, WorkerCopied, StepDone):
-        if isinstance(event, ScheduledRows):
+    kinds = (SteadySteps, ScheduledRows, ComputedRows, BlocksCopied, WorkerCopied, StepDone)
+    for event in trace.of(*kinds):
+        if isinstance(event, SteadySteps):  # of which both views agree
+            listing.count("rows compared", event.num_steps * len(event.seqs))
+        elif isinstance(event, ScheduledRows):
             steps[event.step].scheduled.add(event)
         elif isinstance(event, ComputedRows):
             steps[event.step].computed.setdefault(event.rank, _Rows()).add(event)
@@ -133,10 +137,18 @@ def check_worker_tables(trace: Trace) -> CheckResult:
     listing = Listing()
     tables = SchedulerTables()
     workers: dict[int, dict[str, _WorkerTable]] = {}
-    for event in trace.of(ComputedRows, ScheduledRows, *_TABLE_EVENTS):
-        if isinstance(event, ComputedRows):
+    size = trace.header.block_size
+    for event in trace.of(SteadySteps, ComputedRows, ScheduledRows, *_TABLE_EVENTS):
+        if isinstance(event, SteadySteps):
+            if not _agree(event, workers.setdefault(0, {}), tables, size, listing):
+                for batch in batches(event.events):
+                    if isinstance(batch, ScheduledRows):
+                        tables.schedule(batch)
+                    elif isinstance(batch, ComputedRows):
+                        _judge_tables(batch, workers[0], tables, size, listing)
+        elif isinstance(event, ComputedRows):
             workers_of_rank = workers.setdefault(event.rank, {})
-            _judge_tables(event, workers_of_rank, tables, trace.header.block_size, listing)
+            _judge_tables(event, workers_of_rank, tables, size, listing)
         elif isinstance(event, ScheduledRows):
             tables.schedule(event)
         elif isinstance(event, BlocksAllocated):
@@ -165,6 +177,40 @@ class _WorkerTable:
         self.blocks: list[int] = []
         self.lease: Lease | None = None
         self.agreed = 0
+
+
+def _agree(
+    steps: SteadySteps,
+    workers: dict[str, _WorkerTable],
+    tables: SchedulerTables,
+    block_size: int,
+    listing: Listing,
+) -> bool:
+    """Whether all tables of steady steps are right; if so, they are compared."""
+    compared: list[tuple[str, _WorkerTable]] = []
+    num_entries = 0
+    for row, (seq, end) in enumerate(zip(steps.seqs, steps.ends, strict=True)):
+        before, lease = workers.get(seq) or _WorkerTable(), tables.leases.get(seq)
+        keep, new = steps.table_change(row)
+        used_first = -(-(steps.starts[row] + steps.lengths[row]) // block_size)
+        used = -(-end // block_size)
+        start = min(before.agreed, keep) if lease is before.lease else 0
+        blocks = before.blocks if keep >= len(before.blocks) else before.blocks[:keep]
+        blocks = [*blocks, *new] if new else blocks
+        if (
+            lease is None
+            or start > used_first
+            or used > len(blocks)
+            or blocks[start:used] != lease.blocks[start:used]
+        ):
+            return False
+        after = _WorkerTable()
+        after.blocks, after.lease, after.agreed = blocks, lease, used
+        compared.append((seq, after))
+        num_entries += used - start
+    workers.update(compared)
+    listing.count("table entries compared", num_entries)
+    return True
 
 
 def _judge_tables(

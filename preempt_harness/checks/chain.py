@@ -33,9 +33,13 @@ def extend(previous: int, token_id: int, position: int) -> int:
 
 def chain(token_ids: Iterable[int], salt: int = 0) -> list[int]:
     """Values of all positions of a sequence of its own, [num_tokens]."""
+    return extend_by(root(salt), token_ids, 0)
+
+
+def extend_by(previous: int, token_ids: Iterable[int], start: int) -> list[int]:
+    """Values at `start` and the positions after it, given the value before them."""
     values: list[int] = []
-    previous = root(salt)
-    for position, token_id in enumerate(token_ids):
-        previous = extend(previous, token_id, position)
+    for position, token_id in enumerate(token_ids, start):
+        previous = hash((previous, token_id, position))  # `extend`, without a call
         values.append(previous)
     return values

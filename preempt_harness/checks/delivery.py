@@ -6,10 +6,11 @@ asked for. Knows no blocks and no steps but as places.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
+from preempt_harness.checks.steady import SteadySteps
 from preempt_harness.checks.tables import first_difference
 from preempt_harness.checks.trace import DeliveredRows, Trace
 from preempt_harness.record import (
@@ -40,15 +41,16 @@ def check_stream(trace: Trace) -> CheckResult:
     ended: dict[str, str] = {}
     # Where nothing happens between steps, an abort takes effect at once.
     at_once = STEPPED in trace.header.capabilities
-    for event in trace.of(DeliveredRows, Finished, Aborted, PlanApplied):
-        if isinstance(event, DeliveredRows):
-            for row in event.rows:
-                stream = streams.get(row.seq)
+    for event in trace.of(SteadySteps, DeliveredRows, Finished, Aborted, PlanApplied):
+        if isinstance(event, DeliveredRows | SteadySteps):
+            for seq, row, others in _pieces(event):
+                stream = streams.get(seq)
                 if stream is None:
-                    stream = streams[row.seq] = []
+                    stream = streams[seq] = []
                 if ended or row.logprobs is not None or not stream:
                     _judge_row(row, stream, trace.specs, ended, listing)
                 stream.append(row)
+                stream += others
         elif not isinstance(event, PlanApplied):
             ended[event.request] = "finished" if isinstance(event, Finished) else "aborted"
         elif at_once and event.action.startswith(_ABORT):
@@ -66,6 +68,19 @@ def check_stream(trace: Trace) -> CheckResult:
                     num_prompt_tokens = trace.specs[request].num_prompt_tokens
                     _compare_streamed_logprobs(seq, known, output, num_prompt_tokens, listing)
     return listing.result("delivery", "stream")
+
+
+def _pieces(
+    event: DeliveredRows | SteadySteps,
+) -> Iterator[tuple[str, TokensDelivered, Sequence[TokensDelivered]]]:
+    """Sequence, its next piece, and pieces after it of which there is no more to say than of it."""
+    if isinstance(event, DeliveredRows):
+        for row in event.rows:
+            yield row.seq, row, ()
+    else:
+        for index, seq in enumerate(event.delivered_seqs):
+            first, *others = event.delivered(index)
+            yield seq, first, others
 
 
 def _judge_row(

@@ -11,7 +11,7 @@ tokens 0..p lead to. Who wrote it is reported, not judged.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from preempt_harness.checks._kvsan_state import Context
@@ -24,11 +24,12 @@ from preempt_harness.checks.finding import (
     why_not_observed,
 )
 from preempt_harness.checks.sanitizer import RankSanitizer
+from preempt_harness.checks.steady import SteadySteps
 from preempt_harness.checks.tables import SchedulerTables
 from preempt_harness.checks.trace import (
-    Batch,
     ComputedRows,
     DeliveredRows,
+    Folded,
     ScheduledRows,
     Trace,
     batches,
@@ -102,8 +103,9 @@ class KVSan:
         self._swapped: set[str] = set()
         self._ended: dict[str, int] = {}
         self._crashed = False
-        self._handlers: dict[type[Batch], Callable[[Any], None]] = {
+        self._handlers: dict[type[Folded], Callable[[Any], None]] = {
             Arrived: self._arrived,
+            SteadySteps: self._take_steady,
             ComputedRows: self._take_rows,
             TokensChosen: self._chosen,
             DeliveredRows: self._delivered,
@@ -144,8 +146,8 @@ class KVSan:
         for batch in batches((event,)):
             self.take(batch)
 
-    def take(self, batch: Batch) -> None:
-        """Take in the next event, or rows that were taken together."""
+    def take(self, batch: Folded) -> None:
+        """Take in the next event, or rows or steady steps that were taken together."""
         self._tick += 1
         if (self._rows or self._computed) and not isinstance(batch, ComputedRows):
             if isinstance(batch, _RANK_BLOCK_EVENTS) and self._in_step(batch.step):
@@ -192,6 +194,30 @@ class KVSan:
         if waiting is not None:
             rows = ComputedRows([*waiting.rows, *rows.rows])
         self._rows[rows.rank] = rows
+
+    def _take_steady(self, steps: SteadySteps) -> None:
+        """All of them at once, or all but the first, or one by one."""
+        if self._go_on(steps):
+            return
+        for batch in batches(steps.first_events()):
+            self.take(batch)
+        others = steps.but_first()
+        if others is not None and not self._go_on(others):
+            for batch in batches(others.events):
+                self.take(batch)
+
+    def _go_on(self, steps: SteadySteps) -> bool:
+        for seq in steps.seqs:
+            if seq not in self._context.known:
+                self._known(seq)
+        told = dict(zip(steps.delivered_seqs, steps.delivered_ids(), strict=True))
+        (rank,) = self._ranks
+        if self._context.full or not rank.goes_on(steps, told):
+            return False
+        self._listing.count("rows judged", steps.num_steps * len(steps.seqs))
+        self._deliver(tuple(told), list(told.values()))
+        rank.go_on(steps, self._tick)
+        return True
 
     def _in_step(self, step: int) -> bool:
         """Whether rows of this step are waiting for those of other ranks."""
@@ -241,14 +267,17 @@ class KVSan:
         self._prompts[event.request] = event.prompt_token_ids
 
     def _delivered(self, rows: DeliveredRows) -> None:
+        self._deliver(rows.seqs, rows.token_ids)
+
+    def _deliver(self, seqs: Sequence[str], tokens: Sequence[list[int]]) -> None:
         known = self._context.known
-        for seq, token_ids in zip(rows.seqs, rows.token_ids, strict=True):
+        for seq, token_ids in zip(seqs, tokens, strict=True):
             if seq in known:
                 known[seq] += token_ids
             else:
                 self._known(seq).extend(token_ids)
         for rank in self._ranks:
-            rank.deliver(rows.seqs, rows.token_ids)
+            rank.deliver(seqs, tokens)
 
     def _chosen(self, event: TokensChosen) -> None:
         self._known(event.seq).extend(event.token_ids)
@@ -376,7 +405,7 @@ def check_kvsan(record: TrialRecord, verify: Verify = "incremental") -> CheckRes
 
 def _judge(trace: Trace, verify: Verify) -> CheckResult:
     sanitizer = KVSan(trace.header, verify=verify)
-    for batch in trace.batches:
+    for batch in trace.batches if verify == "full" else trace.folded:
         sanitizer.take(batch)
     sanitizer.finish()
     return sanitizer.result()

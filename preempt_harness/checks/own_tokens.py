@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from preempt_harness.checks.chain import extend, root
+from preempt_harness.checks.chain import extend, extend_by, root
 
 
 class OwnTokens:
@@ -39,8 +39,13 @@ class OwnTokens:
         Returns:
             The first position whose provisional token was another one, or None.
         """
-        changed = None
         ids, values = self.ids, self.values
+        if self.num_known == len(ids):  # none is provisional
+            values += extend_by(values[-1] if values else self._root, token_ids, len(ids))
+            ids += token_ids
+            self.num_known = len(ids)
+            return None
+        changed = None
         for token_id in token_ids:
             position = self.num_known
             if position < len(ids) and ids[position] != token_id:

@@ -11,6 +11,7 @@ from itertools import zip_longest
 from preempt_harness.admission import Simulation
 from preempt_harness.checks._accounting_counters import TalliedTrial
 from preempt_harness.checks.finding import CheckResult, Code, Listing
+from preempt_harness.checks.steady import SteadySteps
 from preempt_harness.checks.trace import ScheduledRows, Trace
 from preempt_harness.record import EngineError, Preempted
 
@@ -63,8 +64,8 @@ def _compare_preemptions(trace: Trace, predicted: Simulation, listing: Listing) 
 
 def _compare_totals(trace: Trace, predicted: Simulation, listing: Listing) -> None:
     tally = trace.derive(TalliedTrial).tally
-    scheduled = trace.of(ScheduledRows)
-    last = scheduled[-1].step if scheduled else -1
+    scheduled = trace.of(SteadySteps, ScheduledRows)
+    last = scheduled[-1].last_step if scheduled else -1
     totals = {
         "tokens computed": (tally.values["num_computed_tokens"], predicted.num_scheduled_tokens),
         "tokens recomputed": (

@@ -21,13 +21,20 @@ each of which then costs d steps more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from preempt_harness.checks.drafts import DraftLedger
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
+from preempt_harness.checks.steady import IdleSteps, SteadySteps
 from preempt_harness.checks.tables import num_blocks_for
-from preempt_harness.checks.trace import Batch, DeliveredRows, ScheduledRows, Trace
+from preempt_harness.checks.trace import (
+    DeliveredRows,
+    Folded,
+    ScheduledRows,
+    Trace,
+    batches,
+)
 from preempt_harness.record import (
     Aborted,
     Arrived,
@@ -49,6 +56,8 @@ PREEMPT_ALL = "preempt-all"
 
 _BEGINNINGS = frozenset({Arrived, Finished, Aborted, Preempted})
 """What can begin the count of stalled steps anew, besides rows that go further than ever."""
+
+_SEVERAL_STEPS = (SteadySteps, IdleSteps)
 
 _SPARE = 2  # steps: one for the preempting step, which admits nobody, one in flight
 
@@ -102,7 +111,7 @@ def _bounds(trace: Trace) -> StepBounds:
     )
     work += sum(_num_waits(trace.header, spec) for spec in specs)
     last_arrival = max((spec.arrival_step for spec in specs), default=0)
-    held = _exempt_steps(trace)
+    held = trace.derive(_exempt_steps)
     num_paid = _num_paid_preemptions(trace, held)
     again = max(times, default=0) + spare
     exempt = len(held)
@@ -158,7 +167,7 @@ def check_steps(trace: Trace) -> CheckResult:
         return CheckResult(check="progress", part="steps", not_observable=reason)
     listing = Listing()
     bounds = _bounds(trace)
-    last = max((batch.step for batch in trace.batches), default=0)
+    last = trace.last_step
     listing.count("steps", last + 1)
     listing.count("step bound", bounds.total)
     listing.count("stall bound K", bounds.stall)
@@ -179,7 +188,14 @@ def _exempt_steps(trace: Trace) -> set[int]:
     What the engine keeps for itself, such as a null block, is always held.
     """
     own = trace.header.config.get("reserved_blocks", 0)
-    return {event.step for event in trace.of(PoolCounts) if event.held > own}
+    exempt: set[int] = set()
+    for event in trace.of(PoolCounts, SteadySteps, IdleSteps):
+        if isinstance(event, _SEVERAL_STEPS):
+            if event.pool.held > own:
+                exempt.update(range(event.step, event.last_step + 1))
+        elif event.held > own:
+            exempt.add(event.step)
+    return exempt
 
 
 def steps_ahead(header: Header) -> int:
@@ -200,15 +216,18 @@ def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
     high_water: dict[str, int] = {}
     drafts = trace.header.config.get("num_speculative_tokens", 0)
     live: dict[str, None] = {}
-    exempt = _exempt_steps(trace)
+    exempt = trace.derive(_exempt_steps)
     stalled: set[int] = set()
     moved_in = -1
     ledger = DraftLedger() if drafts else None
-    for event in trace.batches:
+    for event in _one_by_one(trace, live, high_water):
         rises = False
         if ledger is not None:
+            assert not isinstance(event, _SEVERAL_STEPS)  # there are none with drafts
             ledger.take(event)
-        if isinstance(event, ScheduledRows):
+        if isinstance(event, SteadySteps):
+            rises = _raise_high_water(event, high_water, None)
+        elif isinstance(event, ScheduledRows):
             rises = _raise_high_water(event, high_water, None if ledger is None else ledger.known)
         elif drafts and isinstance(event, DeliveredRows):
             rises = True  # how many of a step's tokens were known is not always told in time
@@ -216,7 +235,7 @@ def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
             rises = _begins_anew(event, live)
         if rises or not live:
             stalled.clear()
-            moved_in = event.step
+            moved_in = event.last_step if isinstance(event, _SEVERAL_STEPS) else event.step
         elif event.step != moved_in and event.step not in exempt:
             stalled.add(event.step)
         if len(stalled) > bounds.stall:
@@ -229,7 +248,26 @@ def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
             return
 
 
-def _begins_anew(event: Batch, live: dict[str, None]) -> bool:
+def _one_by_one(
+    trace: Trace, live: Mapping[str, None], high_water: Mapping[str, int]
+) -> Iterator[Folded]:
+    """What happened, steady steps one by one unless somebody gets further in each, or all ended."""
+    for event in trace.folded:
+        if not live or not isinstance(event, _SEVERAL_STEPS) or _moves(event, high_water):
+            yield event
+        else:
+            yield from batches(event.events)
+
+
+def _moves(steps: SteadySteps | IdleSteps, high_water: Mapping[str, int]) -> bool:
+    """Whether some row goes further than ever in the first step, and so in every one."""
+    return isinstance(steps, SteadySteps) and any(
+        start + length > high_water.get(seq, 0)
+        for seq, start, length in zip(steps.seqs, steps.starts, steps.lengths, strict=True)
+    )
+
+
+def _begins_anew(event: Folded, live: dict[str, None]) -> bool:
     """Whether the event begins the count of stalled steps anew; keeps the live requests."""
     if isinstance(event, Arrived):
         live[event.request] = None
@@ -241,12 +279,12 @@ def _begins_anew(event: Batch, live: dict[str, None]) -> bool:
 
 
 def _raise_high_water(
-    rows: ScheduledRows, high_water: dict[str, int], known: Mapping[str, int] | None
+    rows: ScheduledRows | SteadySteps, high_water: dict[str, int], known: Mapping[str, int] | None
 ) -> bool:
     """Whether any row goes further than its sequence ever went.
 
     Args:
-        rows: of a step.
+        rows: of a step, or of steady steps.
         high_water: sequence -> how far it went; kept.
         known: with drafts, sequence -> its known tokens: what lies beyond them is no progress.
     """

@@ -70,8 +70,8 @@ class Part:
         """Judge, or say why not."""
         if not self.applies(trace.header):
             return ()
-        reason = why_not_observed(trace.header, self.needs)
-        if reason is not None:
+        if not trace.sees(*self.needs):
+            reason = why_not_observed(trace.header, self.needs)
             return (CheckResult(check=self.check, part=self.part, not_observable=reason),)
         return self.judge(trace, options)
 

@@ -19,7 +19,7 @@ comparisons (`_write_rows`), and so is a read that only its own write can have c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from preempt_harness.checks._kvsan_state import (
     BlockIndex,
@@ -27,10 +27,12 @@ from preempt_harness.checks._kvsan_state import (
     Reader,
     classify_bad_read,
 )
+from preempt_harness.checks._kvsan_steady import go_on, is_sound
 from preempt_harness.checks.chain import UNWRITTEN, extend, root
 from preempt_harness.checks.finding import Code
 from preempt_harness.checks.own_tokens import OwnTokens
-from preempt_harness.checks.shadow import Shadow, Write
+from preempt_harness.checks.shadow import Shadow, Write, slots_of
+from preempt_harness.checks.steady import SteadySteps
 from preempt_harness.checks.tables import SHARED, Lease, num_blocks_for
 from preempt_harness.checks.trace import ComputedRows
 from preempt_harness.record import Computed
@@ -142,6 +144,21 @@ class RankSanitizer:
         else:
             self._write_rows(rows, readers, writes, order)
             self._read_rows(rows, readers, writes)
+
+    def goes_on(self, steps: SteadySteps, told: Mapping[str, Sequence[int]]) -> bool:
+        """Whether nothing can be wrong with steady steps after which these tokens are told."""
+        for row, seq in enumerate(steps.seqs):
+            reader = self._readers.get(seq) or self._reader(seq)
+            if not is_sound(steps, row, reader, told, self._context, self._shadow, self._index):
+                return False
+        new = [block for row in range(len(steps.seqs)) for block in steps.table_change(row)[1]]
+        return len(set(new)) == len(new)
+
+    def go_on(self, steps: SteadySteps, tick: int) -> None:
+        """Take in steps of which `goes_on` was true, after their tokens."""
+        self._num_operations += 2 * steps.num_tokens
+        for row, seq in enumerate(steps.seqs):
+            go_on(steps, row, self._readers[seq], self._shadow, self._index, tick)
 
     def _reader(self, seq: str) -> Reader:
         reader = self._readers.get(seq)
@@ -335,8 +352,7 @@ class RankSanitizer:
             or self._continued_from(row, reader) != own.value_before(start)
         ):
             return False
-        slots = [slot for block in blocks for slot in range(block * size, (block + 1) * size)]
-        if slots[start - first * size : end - first * size] != row.written_slots:
+        if slots_of(blocks, start, end, size) != row.written_slots:
             return False
         if context.tables is not None:
             references = context.tables.refs

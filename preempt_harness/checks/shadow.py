@@ -39,6 +39,21 @@ class Slots:
         self.writes = writes
 
 
+def slots_of(blocks: Iterable[int], start: int, end: int, block_size: int) -> list[int]:
+    """Slots of positions [start, end), the first of which lies in the first of the blocks.
+
+    Fewer than end - start where the blocks do not reach so far.
+    """
+    slots: list[int] = []
+    for block in blocks:
+        offset = start % block_size
+        stop = min(end, start - offset + block_size)
+        first = block * block_size + offset
+        slots += range(first, first + stop - start)
+        start = stop
+    return slots
+
+
 class Shadow:
     """All blocks of one rank, on the device and on the host."""
 

@@ -17,12 +17,16 @@ from typing import Any, TypeVar, cast, overload
 
 import msgspec
 
+from preempt_harness.checks.steady import IdleSteps, SteadySteps, fold, may_be_steady
 from preempt_harness.record import (
     Computed,
     Event,
     Header,
+    PoolCounts,
     RecordFormatError,
     Scheduled,
+    StepDone,
+    StepLaunched,
     TokensDelivered,
     TrialRecord,
 )
@@ -41,6 +45,11 @@ class ScheduledRows:
     """
 
     __slots__ = ("ends", "num_tokens", "seqs", "starts", "step")
+
+    @property
+    def last_step(self) -> int:
+        """The same."""
+        return self.step
 
     def __init__(self, rows: Sequence[Scheduled]) -> None:
         self.step = rows[0].step
@@ -92,6 +101,13 @@ class DeliveredRows:
 
 Batch = Event | ScheduledRows | ComputedRows | DeliveredRows
 """What stands in a trace: rows that were taken together, or an event of another kind."""
+
+Folded = Batch | SteadySteps | IdleSteps
+"""The same where steps that are alike are taken together as well."""
+
+_IN_STEADY_STEPS = frozenset(
+    {ScheduledRows, StepLaunched, ComputedRows, StepDone, DeliveredRows, PoolCounts}
+)
 
 _ROWS: dict[type[Event], Callable[[Sequence[Any]], Batch]] = {
     Scheduled: ScheduledRows,
@@ -155,6 +171,29 @@ class Trace:
         """All of it, in order."""
         return batches(self.record.events)
 
+    @cached_property
+    def folded(self) -> list[Folded]:
+        """All of it, in order, with steps that are alike taken together."""
+        if not may_be_steady(self.header):
+            return list(self.batches)
+        found: list[Folded] = []
+        for part in fold(self.record.events, self._numbers):
+            if isinstance(part, SteadySteps | IdleSteps):
+                found.append(part)
+            else:
+                found += batches(part)
+        return found
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        """The step of each event."""
+        return [event.step for event in self.record.events]
+
+    @cached_property
+    def last_step(self) -> int:
+        """Number of the last step that anything is told of, 0 if there is none."""
+        return max(self._numbers, default=0)
+
     @overload
     def of(self, kind: type[_T], /) -> list[_T]: ...
 
@@ -162,20 +201,28 @@ class Trace:
     def of(self, *kinds: type[Any]) -> list[Any]: ...
 
     def of(self, *kinds: type[Any]) -> list[Any]:
-        """Batches and events of these kinds, in order."""
-        batches = self.batches
-        places = chain.from_iterable([self._places.get(kind, ()) for kind in dict.fromkeys(kinds)])
-        return [batches[place] for place in sorted(places)]
+        """Batches and events of these kinds, in order.
+
+        Who names `SteadySteps` gets those, and with `PoolCounts` also `IdleSteps`; what stands in
+        them does not come a second time.
+        """
+        wanted = dict.fromkeys(kinds)
+        if SteadySteps not in wanted and not wanted.keys().isdisjoint(_IN_STEADY_STEPS):
+            return [batch for batch in self.batches if type(batch) in wanted]
+        assert PoolCounts not in wanted or IdleSteps in wanted
+        folded = self.folded
+        places = chain.from_iterable([self._places.get(kind, ()) for kind in wanted])
+        return [folded[place] for place in sorted(places)]
 
     def has(self, kind: type[Event]) -> bool:
-        """Whether there is an event of this kind, which is no row."""
+        """Whether there is an event of this kind, which is no row and stands in no steady step."""
         return kind in self._places
 
     @cached_property
     def _places(self) -> dict[type, list[int]]:
-        """Kind -> where its batches stand."""
+        """Kind -> where what is of it stands among `folded`."""
         places: defaultdict[type, list[int]] = defaultdict(list)
-        for place, batch in enumerate(self.batches):
+        for place, batch in enumerate(self.folded):
             places[type(batch)].append(place)
         return dict(places)
 

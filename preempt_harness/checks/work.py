@@ -15,14 +15,22 @@ new, only the width of three numbers per sequence (1 to 5 bytes each) may change
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from preempt_harness.checks._accounting_counters import TalliedTrial
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.progress import steps_ahead
+from preempt_harness.checks.steady import SteadySteps
 from preempt_harness.checks.tables import SchedulerTables, num_blocks_for
-from preempt_harness.checks.trace import Batch, DeliveredRows, ScheduledRows, Trace
+from preempt_harness.checks.trace import (
+    Batch,
+    DeliveredRows,
+    ScheduledRows,
+    Trace,
+    batches,
+)
 from preempt_harness.record import (
     Aborted,
     Arrived,
@@ -81,8 +89,17 @@ def _computed_again(trace: Trace) -> tuple[dict[str, int], Counter[str]]:
     settled: defaultdict[str, int] = defaultdict(int)
     again: dict[str, int] = {}
     lost: Counter[str] = Counter()
-    for event in trace.of(ScheduledRows, DeliveredRows, TokensChosen, Forked, Arrived, Preempted):
-        if isinstance(event, ScheduledRows):
+    for event in _steps_that_go_on(trace, settled):
+        if isinstance(event, SteadySteps):
+            for seq in event.delivered_seqs:
+                known[seq] += event.num_steps - 1
+            for seq, end in zip(event.seqs, event.ends, strict=True):
+                if not settled[seq]:
+                    again.setdefault(request_of(seq), 0)
+                settled[seq] = max(settled[seq], min(end, known[seq]))
+            for seq in event.delivered_seqs:
+                known[seq] += 1
+        elif isinstance(event, ScheduledRows):
             for seq, start, end in zip(event.seqs, event.starts, event.ends, strict=True):
                 before = settled[seq]
                 if not before:
@@ -106,6 +123,18 @@ def _computed_again(trace: Trace) -> tuple[dict[str, int], Counter[str]]:
                 if request_of(seq) == event.request:
                     lost[event.request] += count
     return again, lost
+
+
+def _steps_that_go_on(trace: Trace, settled: Mapping[str, int]) -> Iterator[Any]:
+    """What concerns work, steady steps one by one unless they begin behind all that is settled."""
+    kinds = (ScheduledRows, DeliveredRows, TokensChosen, Forked, Arrived, Preempted)
+    for event in trace.of(SteadySteps, *kinds):
+        if isinstance(event, SteadySteps) and not all(
+            settled[seq] <= start for seq, start in zip(event.seqs, event.starts, strict=True)
+        ):
+            yield from (batch for batch in batches(event.events) if isinstance(batch, kinds))
+        else:
+            yield event
 
 
 def check_preemptions(trace: Trace, expected: int | None = None) -> CheckResult:

@@ -62,7 +62,7 @@ def make_workload(
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> Workload:
+def workloads(draw: st.DrawFn, max_tokens: int = 12, last_arrival: int = 6) -> Workload:
     """Lengths around block boundaries, shared prefixes, equal later blocks, late arrivals."""
     requests = []
     for index in range(draw(st.integers(2, 5))):
@@ -76,8 +76,8 @@ def workloads(draw: st.DrawFn) -> Workload:
             RequestSpec(
                 id=f"r{index}",
                 prompt_token_ids=prompt,
-                sampling=SamplingSpec(max_tokens=draw(st.integers(1, 12))),
-                arrival_step=draw(st.integers(0, 6)),
+                sampling=SamplingSpec(max_tokens=draw(st.integers(1, max_tokens))),
+                arrival_step=draw(st.integers(0, last_arrival)),
             )
         )
     operations = []
