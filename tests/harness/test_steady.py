@@ -282,13 +282,13 @@ def _with_block_9(event: AnyEvent) -> AnyEvent:
     return msgspec.structs.replace(event, table_keep=keep, table_new=new)
 
 
-def test_poison_between_steady_steps_is_read_in_the_next() -> None:
+def test_poison_between_steady_steps_is_found_at_once() -> None:
     record = steps()
     place = _of_step(record, 6)[-1] + 1
     record.events.insert(place, BlocksPoisoned(6, 0, [0]))
     assert findings(record) == findings_step_by_step(record)
     finding = next(f for f in run_checks(record, ["kvsan"]).findings if f.request == "r0")
-    assert (finding.code, finding.step, finding.position) == (Code.KVSAN_STALE_READ, 7, 0)
+    assert (finding.code, finding.step) == (Code.KVSAN_SHARED_WRITE, 6)
 
 
 def test_positions_left_out_between_steady_steps_are_found() -> None:
