@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 import torch
 from tiny_models import Driver, family_configs, make_runner, random_tokens, save_checkpoint
 
+from preempt_engine.compiled import attention, layers
 from preempt_engine.compiled.llama import CompiledLlama
 from preempt_engine.worker.model_runner import ModelRunner
 
@@ -42,6 +46,41 @@ def test_logits_are_those_of_the_plain_forward_pass(
     expected = _logits(plain)
     tolerance = {"float32": 1e-5, "bfloat16": 0.03}[dtype] * np.abs(expected).max()
     np.testing.assert_allclose(_logits(compiled), expected, rtol=0, atol=tolerance)
+
+
+def print_compiled(checkpoint: str) -> None:
+    """Print for how many kinds of arguments loops are compiled when a runner is built, and when it
+    has computed steps; in a process of its own."""
+    runner = make_runner(Path(checkpoint), attention_backend="numba")
+    built = _num_compiled(runner)
+    _logits(runner)
+    print(built, _num_compiled(runner))
+
+
+def _num_compiled(runner: ModelRunner) -> int:
+    local = runner.shard.local
+    num_groups = local.num_attention_heads // local.num_key_value_heads
+    loops = [attention.find_slots, attention.store, attention.softmax]
+    loops += [layers.add_and_normalise, layers.normalise_heads, layers.rotate]
+    loops += [layers.silu_and_multiply, attention.attention_loop(local.head_dim, num_groups)]
+    return sum(len(loop.signatures) for loop in loops)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "opt"])
+def test_nothing_is_left_to_compile_when_the_first_step_comes(family: str, tmp_path: Path) -> None:
+    save_checkpoint(family_configs()[family], tmp_path)
+    script = "import sys, test_compiled_llama as t; t.print_compiled(sys.argv[1])"
+    path = os.pathsep.join(sys.path)
+    printed = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": path},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    ).stdout
+    built, computed = map(int, printed.split())
+    assert 0 < built == computed
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -48,12 +48,40 @@ class CompiledAttention:
             slots = self._slots[cache] = Slots(*arrays)
         return slots
 
+    def compile(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        """Compile the loops for a model, or load what was compiled before: not in the first step.
+
+        Args:
+            num_heads: H.
+            num_kv_heads: H_kv.
+            head_dim: D.
+            dtype: of queries and KV cache.
+        """
+        plan, cache = one_token_step(float(self.scale), num_kv_heads, head_dim, dtype)
+        plan.attend(torch.zeros(1, num_heads, head_dim, dtype=dtype), cache, None)
+
     @property
     def threads(self) -> ThreadPoolExecutor:
         """Threads for long chunks; they end with this object."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(torch.get_num_threads(), "attention")
         return self._threads
+
+
+def one_token_step(
+    scale: float, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> tuple[CompiledPlan, LayerKVCache]:
+    """A step of one token, and the memory of one slot that it reads, to compile loops with."""
+    shape = (1, 1, num_kv_heads, head_dim)
+    cache = LayerKVCache(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+    metadata = AttentionMetadata(
+        query_start=[0, 1],
+        read_lens=[1],
+        slot_mapping=torch.zeros(1, dtype=torch.int64),
+        block_tables=torch.zeros(1, 1, dtype=torch.int32),
+        block_size=1,
+    )
+    return CompiledPlan(CompiledAttention(scale), metadata), cache
 
 
 class Slots(NamedTuple):

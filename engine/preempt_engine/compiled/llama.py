@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preempt_engine.attention.compiled_paged import CompiledPlan
+from preempt_engine.attention.compiled_paged import CompiledPlan, one_token_step
 from preempt_engine.attention.protocol import AttentionPlan, LayerKVCache
 from preempt_engine.compiled.attention import store
 from preempt_engine.compiled.layers import (
@@ -43,6 +43,20 @@ class CompiledLlama:
         self._rotary = model.rotary
         self._layers = [_Layer(layer) for layer in _decoder_layers(model)]
         self._norm = _Norm(model.norm)
+
+    @torch.inference_mode()
+    def compile(self) -> None:
+        """Compile the loops, or load what was compiled before: not in the first step."""
+        layer, dtype = self._layers[0], self._embed_tokens.weight.dtype
+        memory = _Memory(torch.zeros(1, self._embed_tokens.weight.shape[1], dtype=dtype), layer)
+        num_kv_heads = layer.num_qk_heads - layer.num_heads
+        plan, cache = one_token_step(1.0, num_kv_heads, layer.head_dim, dtype)
+        layer.input_norm.after(np.zeros_like(memory.hidden), memory)
+        heads = torch.zeros(1, layer.num_qk_heads + num_kv_heads, layer.head_dim, dtype=dtype)
+        factors = as_array(torch.zeros(1, layer.head_dim, dtype=dtype))
+        layer.attend(as_array(heads), factors, factors, cache, plan, memory.attended)
+        gate_up = torch.zeros(1, 2 * layer.inner, dtype=dtype)
+        silu_and_multiply(as_array(gate_up), memory.activated)
 
     @staticmethod
     def serves(model: LlamaForCausalLM) -> bool:

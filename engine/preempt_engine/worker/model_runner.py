@@ -103,7 +103,7 @@ class ModelRunner:
             directory, truncated=num_hidden_layers is not None
         )
         self.row_plan, self._attention = self._choose_attention(self._model)
-        self._forward: Forward = _choose_forward(self._model, self._attention)
+        self._forward = _choose_forward(self._model, self._attention, self.shard.local, self.dtype)
         self.num_kv_blocks = parallel.minimum(
             choose_num_blocks(config, self.shard.local, self.dtype, self.device)
         )
@@ -264,13 +264,22 @@ class ModelRunner:
                 self.observer.worker_copied(step.step_id, self.rank, list(step.block_copies))
 
 
-def _choose_forward(model: CausalLM, attention: AttentionBackend) -> Forward:
-    """The model's forward pass, or a quicker one with the same weights."""
+def _choose_forward(
+    model: CausalLM, attention: AttentionBackend, config: ModelConfig, dtype: torch.dtype
+) -> Forward:
+    """The model's forward pass, or a quicker one with the same weights, ready to run."""
     if attention.name == "numba":
+        from preempt_engine.attention.compiled_paged import CompiledAttention
         from preempt_engine.compiled.llama import CompiledLlama
 
         if isinstance(model, LlamaForCausalLM) and CompiledLlama.serves(model):
-            return CompiledLlama(model).forward
+            compiled = CompiledLlama(model)
+            compiled.compile()
+            return compiled.forward
+        assert isinstance(attention, CompiledAttention), attention
+        attention.compile(
+            config.num_attention_heads, config.num_key_value_heads, config.head_dim, dtype
+        )
     return model.forward
 
 
