@@ -355,6 +355,7 @@ class _Run:
         return model.blocks_for(end) - model.blocks_for(known)
 
     def _update(self, scheduled: list[tuple[_Request, int]]) -> None:
+        ended = []
         for request, end in scheduled:
             start = request.num_computed
             self.num_scheduled += end - start
@@ -365,7 +366,10 @@ class _Run:
             if end == len(request.tokens):
                 self._gain(request)
                 if request.num_outputs == request.num_outputs_wanted:
-                    self._finish(request)
+                    ended.append(request)
+        # Who wants no token ends when the prompt is read, before anybody's token is chosen.
+        for request in sorted(ended, key=lambda request: request.spec.sampling.max_tokens > 0):
+            self._finish(request)
 
     def _gain(self, request: _Request) -> None:
         """Accepted drafts and one token more, of which all but that one are computed."""

@@ -29,12 +29,16 @@ class KnobWatch:
         self._engine = engine
         self._num_reserved_blocks = num_reserved_blocks
         self._most_polls = 2 + 2 * num_ahead
+        self._num_ahead = num_ahead
         self._num_held = 0
+        self._num_unheld = 0  # steps since, in which none was
         self._preempts = False  # it was seen to
         self._polls_since: Counter[str] = Counter()  # in which tokens came, of those told to go
 
     def held(self, num_blocks: int) -> None:
         """`hold_blocks` says that so many blocks are held now."""
+        if not self._num_held:
+            self._num_unheld = 0
         self._num_held = num_blocks
 
     def preempted(self, request: str) -> None:
@@ -70,7 +74,10 @@ class KnobWatch:
                 )
 
     def _check_held(self, event: PoolCounts) -> None:
-        if self._num_held and event.held <= self._num_reserved_blocks:
+        if not self._num_held:
+            return
+        self._num_unheld = self._num_unheld + 1 if event.held <= self._num_reserved_blocks else 0
+        if self._num_unheld > self._num_ahead:
             raise IdleKnobError(
                 f"Engine {self._engine!r} says that {self._num_held} blocks are held, and shows "
                 f"{event.held} in step {event.step}, {self._num_reserved_blocks} of which it "

@@ -144,8 +144,9 @@ class Residency:
             )
 
     def swap_in(self, step: SchedulerOutput, request: Request) -> None:
-        """Give a swapped request blocks of the pool again."""
+        """Give a swapped request blocks of the pool again; not in the step that copies it out."""
         pairs, num_shared = self.swapper.swap_in(request, step.step_id)
+        assert {host for host, _ in pairs}.isdisjoint(host for _, host in step.swap_out), request
         step.swap_in += pairs
         self.counters.num_swapped_in_blocks += len(pairs)
         if self.observer is None:

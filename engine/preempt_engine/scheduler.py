@@ -399,6 +399,9 @@ class Scheduler:
         num_spare = num_blocks_beside(self.residency, request) if self.running else 0
         num_available = self.blocks.num_available_blocks - num_spare
         if request.host_blocks is not None:
+            copied_now = {host for _, host in step.swap_out}
+            if not copied_now.isdisjoint(request.host_blocks.values()):
+                return False  # a step copies in before it copies out
             if self.swapper.num_blocks_to_return(request) > num_available:
                 return False
             self.residency.swap_in(step, request)

@@ -88,14 +88,17 @@ def victims_for(
     freed = _FreedBlocks(blocks)
     # What the others need to go on, until the newcomer has come: were it not left to them, the
     # newcomer would be evicted at once, or would not fit when the victims' blocks are free.
-    num_growth_blocks = sum(_num_growth_blocks(request, blocks, 0) for request in running)
+    now = [_num_growth_blocks(request, blocks, 0) for request in running]
     later = [_num_growth_blocks(request, blocks, num_tokens_to_come) for request in running]
     num_seqs = newcomer.num_seqs + sum(request.num_seqs for request in running)
     while True:
         survivors = len(running) - len(victims)
-        num_wanted = num_blocks + freed.num_of(hits) + num_growth_blocks
-        num_wanted += num_watermark_blocks if survivors else 0
-        if num_seqs <= max_num_seqs and num_wanted <= freed.num_available_blocks:
+        num_wanted = num_blocks + freed.num_of(hits) + (num_watermark_blocks if survivors else 0)
+        # It needs no block of the victims', only their places; or it waits for their blocks.
+        fits = num_wanted + sum(now[:survivors]) <= blocks.num_available_blocks
+        if victims and not fits:
+            fits = num_wanted + sum(later[:survivors]) <= freed.num_available_blocks
+        if fits and num_seqs <= max_num_seqs:
             return victims
         if not survivors or running[survivors - 1].priority <= newcomer.priority:
             return None
@@ -103,7 +106,6 @@ def victims_for(
         victims.append(victim)
         freed.add(victim)
         num_seqs -= victim.num_seqs
-        num_growth_blocks = sum(later[: survivors - 1])
 
 
 class _FreedBlocks:

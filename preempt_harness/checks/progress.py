@@ -111,7 +111,7 @@ def _bounds(trace: Trace) -> StepBounds:
     )
     work += sum(_num_waits(trace.header, spec) for spec in specs)
     last_arrival = max((spec.arrival_step for spec in specs), default=0)
-    held = trace.derive(_exempt_steps)
+    held = trace.derive(steps_with_held_blocks)
     num_paid = _num_paid_preemptions(trace, held)
     again = max(times, default=0) + spare
     exempt = len(held)
@@ -182,19 +182,25 @@ def check_steps(trace: Trace) -> CheckResult:
     return listing.result("progress", "steps")
 
 
-def _exempt_steps(trace: Trace) -> set[int]:
+def steps_with_held_blocks(trace: Trace) -> set[int]:
     """Steps in which the harness held blocks: nobody is blamed for standing still.
 
-    What the engine keeps for itself, such as a null block, is always held.
+    What the engine keeps for itself, such as a null block, is always held. Blocks stay held until
+    another number is told: of a step in which nothing could be run, none may be.
     """
     own = trace.header.config.get("reserved_blocks", 0)
     exempt: set[int] = set()
+    held_from: int | None = None
     for event in trace.of(PoolCounts, SteadySteps, IdleSteps):
+        pool, last = event, event.step
         if isinstance(event, _SEVERAL_STEPS):
-            if event.pool.held > own:
-                exempt.update(range(event.step, event.last_step + 1))
-        elif event.held > own:
-            exempt.add(event.step)
+            pool, last = event.pool, event.last_step
+        if held_from is not None:
+            exempt.update(range(held_from, event.step))
+        held_from = None
+        if pool.held > own:
+            exempt.update(range(event.step, last + 1))
+            held_from = last + 1
     return exempt
 
 
@@ -216,7 +222,7 @@ def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
     high_water: dict[str, int] = {}
     drafts = trace.header.config.get("num_speculative_tokens", 0)
     live: dict[str, None] = {}
-    exempt = trace.derive(_exempt_steps)
+    exempt = trace.derive(steps_with_held_blocks)
     stalled: set[int] = set()
     moved_in = -1
     ledger = DraftLedger() if drafts else None

@@ -55,6 +55,7 @@ class SchedulerTables:
         self.refs: dict[int, int] = {}
         self.num_references = 0
         self._scheduled: dict[int, list[tuple[Sequence[str], dict[str, Lease]]]] = {}
+        self._granted: dict[int, int] = {}  # block -> step, when it was last handed out as fresh
 
     def allocate(self, event: BlocksAllocated, tick: int = 0) -> list[int]:
         """Append blocks to a table.
@@ -73,6 +74,8 @@ class SchedulerTables:
                 taken.append(block)
             lease.blocks.append(block)
             lease.born[block] = tick if fresh else SHARED
+            if fresh:
+                self._granted[block] = event.step
             self.refs[block] = self.refs.get(block, 0) + 1
         self.num_references += len(event.blocks)
         return taken
@@ -168,9 +171,9 @@ class SchedulerTables:
         return [seq for seq, lease in self.leases.items() if block in lease.born]
 
     def has_held(self, seq: str, block: int, step: int) -> bool:
-        """Whether the sequence holds the block, in a stay that began before the step."""
+        """Whether the sequence holds the block, which was granted before the step."""
         lease = self.leases.get(seq)
-        return lease is not None and lease.step < step and block in lease.born
+        return lease is not None and block in lease.born and self._granted.get(block, -1) < step
 
     def _drop(self, block: int) -> None:
         self.num_references -= 1

@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeGuard
 
 from preempt_harness.checks._accounting_counters import TalliedTrial
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
-from preempt_harness.checks.progress import steps_ahead
+from preempt_harness.checks.progress import steps_ahead, steps_with_held_blocks
 from preempt_harness.checks.steady import SteadySteps
 from preempt_harness.checks.tables import SchedulerTables, num_blocks_for
 from preempt_harness.checks.trace import (
@@ -42,6 +43,8 @@ from preempt_harness.record import (
     Forked,
     PlanApplied,
     Preempted,
+    PriorityChanged,
+    Scheduled,
     StepDone,
     StepSent,
     SwappedIn,
@@ -143,7 +146,7 @@ def check_preemptions(trace: Trace, expected: int | None = None) -> CheckResult:
     A natural preemption of r hands r's blocks to another request, which needs each of its own
     blocks once per admission; so r is preempted at most once per block of the others, and once more
     by itself, in each of their stays. A squeeze takes blocks as another request would, and begins
-    new stays like a forced preemption.
+    new stays like a forced preemption; while it lasts nothing is counted.
 
     Args:
         expected: natural preemptions of the clean engine on the same workload, if known.
@@ -157,9 +160,10 @@ def check_preemptions(trace: Trace, expected: int | None = None) -> CheckResult:
     }
     natural: Counter[str] = Counter()
     forced = 0
+    held = trace.derive(steps_with_held_blocks)
     for event in trace.of(Preempted, PlanApplied):
         if isinstance(event, Preempted):
-            natural[event.request] += event.reason != "forced"
+            natural[event.request] += event.reason != "forced" and event.step not in held
             forced += event.reason == "forced"
         else:
             forced += event.action.startswith("squeeze")
@@ -210,7 +214,8 @@ def check_vain(trace: Trace) -> CheckResult:
     A request that needs a block and is the least urgent itself is its own victim; nobody gains.
     It needs slots for the token after those that are computed or on their way, and for its drafts.
     Where blocks are swapped out, freed ones may be withheld until they are copied, so that they are
-    had in the next step, unless the plan or the user takes that request away before. What several
+    had in the next step, unless the plan or the user takes that request away before, or the others
+    use up that step's token budget. What several
     branches of one victim needed, copies of shared blocks included, the log does not tell; such a
     victim is taken to have needed a block. Nor is a scheduler judged that decides ahead: a victim's
     blocks come free when the steps under way are done, and by then whoever needed them may have
@@ -232,6 +237,7 @@ def check_vain(trace: Trace) -> CheckResult:
         Aborted,
         PlanApplied,
         Preempted,
+        PriorityChanged,
     ):
         if isinstance(event, BlocksAllocated):
             held = tables.leases.get(event.seq)
@@ -244,7 +250,8 @@ def check_vain(trace: Trace) -> CheckResult:
             steps.setdefault(event.step, _Taking())
             swapping.add(event.step)
         if _takes_away(event) and event.step - 1 in swapping:
-            steps[event.step - 1].take(event.request, is_new=True)
+            # Whoever it is, the victim too: another order of urgency may leave nobody to come.
+            steps[event.step - 1].take(f"{event.request}, from outside", is_new=True)
         if isinstance(event, Preempted) and event.reason != "forced":
             lease = tables.leases.get(f"{event.request}.0")
             room = len(lease.blocks) * trace.header.block_size if lease is not None else 0
@@ -265,7 +272,7 @@ def check_vain(trace: Trace) -> CheckResult:
         nobody_comes = not taking.admitted - taking.victims.keys()
         for request, needed in taking.victims.items():
             if request in taking.displaced:
-                if nobody_comes:
+                if nobody_comes and not (step in swapping and _is_full(trace, step + 1)):
                     what = "it is preempted for a more urgent request, and nobody is let in"
                     listing.report(Code.WORK_VAIN, step, what, request=request)
             elif nobody_gains and not needed:
@@ -274,11 +281,19 @@ def check_vain(trace: Trace) -> CheckResult:
     return listing.result("work", "victims")
 
 
-def _takes_away(event: Batch) -> TypeGuard[Preempted | Aborted | PlanApplied]:
+def _is_full(trace: Trace, step: int) -> bool:
+    """Whether the step computes as many tokens as it may, so that nobody could be let in."""
+    budget = trace.header.config.get("max_num_batched_tokens")
+    rows = (event for event in trace.record.events if event.step == step)
+    num_tokens = sum(row.end - row.start for row in rows if isinstance(row, Scheduled))
+    return isinstance(budget, int) and num_tokens >= budget
+
+
+def _takes_away(event: Batch) -> TypeGuard[Preempted | Aborted | PlanApplied | PriorityChanged]:
     """Whether a request that was to get blocks may not need them, or not find them, any more."""
     if isinstance(event, PlanApplied):
         return event.action.startswith("squeeze")
-    return isinstance(event, Aborted) or (
+    return isinstance(event, Aborted | PriorityChanged) or (
         isinstance(event, Preempted) and event.reason in _FROM_OUTSIDE
     )
 
@@ -312,6 +327,10 @@ class _Bytes:
         self._untold: set[str] = set()  # dropped or forked since the last message
         # The same of messages before; a step that is decided ahead tells of it later.
         self._late: deque[set[str]] = deque(maxlen=1 + num_ahead)
+        # Blocks by which a sequence grew, in the steps in which it was scheduled; told likewise.
+        self._late_blocks: defaultdict[str, deque[int]] = defaultdict(
+            partial(deque, maxlen=num_ahead)
+        )
         self._messages: dict[int, _Message] = {}
         self._sent: dict[int, list[StepSent]] = {}
         self._least: dict[tuple[int, int], StepSent] = {}
@@ -331,6 +350,7 @@ class _Bytes:
             self._untold.add(event.seq)
             self._admitted.discard(event.seq)
             self._new_blocks.pop(event.seq, None)
+            self._late_blocks.pop(event.seq, None)
         elif isinstance(event, Forked):
             self._known[event.child] = self._known[event.parent]
             self._untold.add(event.child)
@@ -363,8 +383,10 @@ class _Bytes:
         num_tokens = end - start
         message.names.add(seq)
         message.num_scheduled += 1
-        num_blocks = self._new_blocks.pop(seq, 0)
+        granted, late = self._new_blocks.pop(seq, 0), self._late_blocks[seq]
+        num_blocks = granted + sum(late)
         message.num_ids += num_blocks
+        late.append(granted if seq in self._admitted else 0)
         message.steady &= num_tokens == 1 and not num_blocks and seq not in self._drafted
         self._drafted.discard(seq)
         if end > self._known[seq]:
