@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from preempt_harness.checks import Code, run_checks
 from preempt_harness.checks.progress import step_bounds, why_infeasible
@@ -28,6 +29,7 @@ from preempt_harness.record import (
     PlanApplied,
     PoolCounts,
     Preempted,
+    PriorityChanged,
     RequestResult,
     Resumed,
     Scheduled,
@@ -535,6 +537,15 @@ def test_a_request_is_preempted_as_often_as_others_need_blocks(
         assert counted["work/preemptions: natural preemptions"] == count
 
 
+def test_while_blocks_are_held_nobody_counts_who_lacks_them() -> None:
+    lacks = [lost(3, "r0", "out_of_blocks")] * 40
+    assert found(record([FIRST, SECOND], lacks), "work", Code.WORK_PREEMPTIONS) == [(None, "r0")]
+    assert found(record([FIRST, SECOND], [HELD, *lacks]), "work", Code.WORK_PREEMPTIONS) == []
+    later = replace(HELD, step=2)
+    made = record([FIRST, SECOND], [later, *lacks])
+    assert found(made, "work", Code.WORK_PREEMPTIONS) == [(None, "r0")]
+
+
 # Victims ------------------------------------------------------------------------------------------
 
 EVICTED: list[AnyEvent] = [
@@ -598,6 +609,32 @@ SWAPPED = [*EVICTED[:2], SwappedOut(6, "r0", [(0, 0), (1, 1)]), *EVICTED[2:]]
 def test_what_a_swap_withholds_is_had_in_the_next_step(later: AnyEvent, in_vain: bool) -> None:
     steps = [step for step, request in vain(*SWAPPED, later) if request == "r0"]
     assert steps == ([6] if in_vain else [])
+
+
+DISPLACED = [
+    *EVICTED[:2],
+    SwappedOut(6, "r0", [(0, 0), (1, 1)]),
+    Preempted(6, "r0", "swap", "decode", "priority", 6, 7),
+    BlocksFreed(6, "r0.0", [0, 1]),
+]
+
+
+@pytest.mark.parametrize(
+    ("later", "in_vain"),
+    [
+        ([BlocksAllocated(7, "r2.0", [0])], False),
+        ([PriorityChanged(7, "r0", 0)], False),
+        ([PriorityChanged(7, "r2", 9)], False),
+        ([PriorityChanged(8, "r0", 0)], True),
+        ([Scheduled(7, "r1.0", 1, 8)], True),
+        ([Scheduled(7, "r1.0", 1, 9)], False),  # 8 tokens are all that a step may compute
+        ([Scheduled(8, "r1.0", 1, 9)], True),
+    ],
+)
+def test_whom_a_more_urgent_one_displaced_is_told_why_nobody_came(
+    later: list[AnyEvent], in_vain: bool
+) -> None:
+    assert vain(*DISPLACED, *later) == ([(6, "r0")] if in_vain else [])
 
 
 # Bytes: 64 for the frame, 48 and its name for each sequence, 5 for each id.
@@ -695,6 +732,17 @@ def test_news_are_told_as_late_as_steps_are_decided_ahead(num_ahead: int) -> Non
         assert too_long(longer, **options) == ([] if step <= 1 + num_ahead else [step])
         longer[place] = StepSent(step, 0, ONE_NAME + 5 + 48 + 5 + 1)
         assert too_long(longer, **options) == [step]
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1, 2])
+def test_blocks_by_which_a_sequence_grows_are_told_as_late(num_ahead: int) -> None:
+    options = {"config": {"async_scheduling": num_ahead}}
+    for late in (0, 1, 2):
+        events = [*sent(0, 100, *PREFILL), BlocksAllocated(1, "r0.0", [3, 4])]
+        for step in (1, 2, 3):
+            told = 1 + (2 if step == 1 + late else 0)
+            events += sent(step, ONE_NAME + 5 * told, Scheduled(step, "r0.0", 9 + step, 10 + step))
+        assert too_long(events, **options) == ([] if late <= num_ahead else [1 + late])
 
 
 def test_who_comes_back_is_sent_whole_once() -> None:

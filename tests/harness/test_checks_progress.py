@@ -75,6 +75,26 @@ def test_standing_still_while_blocks_are_held_is_exempt() -> None:
     assert set(codes(record)) == {Code.PROG_UNFINISHED}
 
 
+@pytest.mark.parametrize("told_again", [True, False])
+def test_blocks_stay_held_until_another_number_is_told(told_again: bool) -> None:
+    """Of a step in which nothing could be run, the pool's sizes may not be told."""
+    record = livelocked()
+    counts = [event for event in record.events if isinstance(event, PoolCounts)]
+    kept = {id(event) for event in (counts[0], counts[-1])}
+    record.events = [
+        replace(event, held=int(told_again or event is counts[0])) if id(event) in kept else event
+        for event in record.events
+        if not isinstance(event, PoolCounts) or id(event) in kept
+    ]
+    assert set(codes(record)) == {Code.PROG_UNFINISHED}
+    first = replace(counts[0], held=0)
+    record.events = [
+        first if event.step == first.step and isinstance(event, PoolCounts) else event
+        for event in record.events
+    ]
+    assert Code.PROG_LIVELOCK in codes(record)
+
+
 def test_a_block_that_is_the_engines_own_excuses_nothing() -> None:
     record = livelocked()
     record.events = [

@@ -62,6 +62,21 @@ def test_what_an_engine_always_keeps_is_not_held_for_the_plan() -> None:
     watch.take([counts])
 
 
+@pytest.mark.parametrize("num_ahead", [0, 1, 2])
+def test_steps_that_were_decided_before_hold_nothing_yet(num_ahead: int) -> None:
+    watch = KnobWatch("e", num_ahead=num_ahead)
+    for start in (0, 10):
+        watch.held(2)
+        for step in range(start, start + num_ahead):
+            watch.take([PoolCounts(step, 8, 5, 0, 3, 0, 0)])
+        watch.held(0)
+    watch.held(2)
+    for step in range(20, 20 + num_ahead):
+        watch.take([PoolCounts(step, 8, 5, 0, 3, 0, 0)])
+    with pytest.raises(IdleKnobError, match="2 blocks are held, and shows 0"):
+        watch.take([PoolCounts(29, 8, 5, 0, 3, 0, 0)])
+
+
 def test_a_request_that_ends_right_away_shows_nothing_of_the_knob() -> None:
     watch = KnobWatch("e")
     watch.preempted("r0")

@@ -352,6 +352,22 @@ def test_poison_of_a_block_that_a_later_step_is_to_write_is_none(history: Histor
     assert history.findings() == []
 
 
+@pytest.mark.parametrize("granted_in", [1, 3])
+def test_poison_of_a_block_that_its_last_holder_gets_again_later_is_none(
+    history: History, granted_in: int
+) -> None:
+    """The worker's table is the old one until the sequence runs again."""
+    history.deliver("r0.0", 6)
+    history.schedule("r0.0", 5, 6)
+    history.free("r0.0", [0, 1])  # decided while step 1 runs
+    history.compute("r0.0", 5, [6], [0, 1])
+    history.allocate("r0.0", [2, 1])
+    history.events[-1] = replace(history.events[-1], step=granted_in)
+    history.done()
+    history.emit(BlocksPoisoned(2, 0, [1]))
+    assert (Code.KVSAN_SHARED_WRITE in history.codes()) == (granted_in < 2)
+
+
 def test_unknown_rank_is_found(history: History) -> None:
     history.emit(Computed(1, 3, "r0.0", 5, [6], [5], 0, [0, 1], 6))
     assert history.codes() == [Code.KVSAN_RANKS_DISAGREE]
