@@ -55,7 +55,6 @@ from preempt_harness.record import (
 FRAME_BYTES = 64
 SEQUENCE_BYTES = 48
 ID_BYTES = 5
-_FROM_OUTSIDE = ("forced", "priority")  # reasons of preemptions that no want of blocks explains
 WIDTH_BYTES = 12
 """Three numbers of a sequence, each 1 to 5 bytes wide."""
 
@@ -214,8 +213,8 @@ def check_vain(trace: Trace) -> CheckResult:
     A request that needs a block and is the least urgent itself is its own victim; nobody gains.
     It needs slots for the token after those that are computed or on their way, and for its drafts.
     Where blocks are swapped out, freed ones may be withheld until they are copied, so that they are
-    had in the next step, unless the plan or the user takes that request away before, or the others
-    use up that step's token budget. What several
+    had in the next step, unless whoever they are for is taken away before, by the plan, by the user
+    or for others in turn, or the others use up that step's token budget. What several
     branches of one victim needed, copies of shared blocks included, the log does not tell; such a
     victim is taken to have needed a block. Nor is a scheduler judged that decides ahead: a victim's
     blocks come free when the steps under way are done, and by then whoever needed them may have
@@ -293,9 +292,7 @@ def _takes_away(event: Batch) -> TypeGuard[Preempted | Aborted | PlanApplied | P
     """Whether a request that was to get blocks may not need them, or not find them, any more."""
     if isinstance(event, PlanApplied):
         return event.action.startswith("squeeze")
-    return isinstance(event, Aborted | PriorityChanged) or (
-        isinstance(event, Preempted) and event.reason in _FROM_OUTSIDE
-    )
+    return isinstance(event, Aborted | PriorityChanged | Preempted)
 
 
 def check_bytes(trace: Trace) -> CheckResult:

@@ -602,6 +602,7 @@ SWAPPED = [*EVICTED[:2], SwappedOut(6, "r0", [(0, 0), (1, 1)]), *EVICTED[2:]]
         (Aborted(8, "r1"), True),
         (lost(7, "r1", "forced"), False),
         (lost(7, "r1", "priority"), False),
+        (lost(7, "r1", "out_of_blocks"), False),
         (PlanApplied(7, "squeeze:1@7..8"), False),
         (PlanApplied(7, "preempt:r1@out=1"), True),
     ],

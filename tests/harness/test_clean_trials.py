@@ -26,6 +26,7 @@ def test_preempted_trials_are_clean(first_seed: int) -> None:
         10_071_757,  # two victims, one recomputed and one swapped out; the latter could come back
         10_079_104,  # a newcomer that lacked places, and not blocks
         10_023_276,  # a newcomer for whom the token budget left nothing
+        11_097_258,  # who was to get a victim's blocks is a victim itself in the next step
         10_065_637,  # a victim that becomes the most urgent in the next step
         10_003_443,  # a squeeze in which half of the steps compute nothing
         10_009_173,  # a squeeze while steps are decided ahead
