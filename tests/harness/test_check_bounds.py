@@ -537,13 +537,16 @@ def test_a_request_is_preempted_as_often_as_others_need_blocks(
         assert counted["work/preemptions: natural preemptions"] == count
 
 
-def test_while_blocks_are_held_nobody_counts_who_lacks_them() -> None:
-    lacks = [lost(3, "r0", "out_of_blocks")] * 40
-    assert found(record([FIRST, SECOND], lacks), "work", Code.WORK_PREEMPTIONS) == [(None, "r0")]
-    assert found(record([FIRST, SECOND], [HELD, *lacks]), "work", Code.WORK_PREEMPTIONS) == []
-    later = replace(HELD, step=2)
-    made = record([FIRST, SECOND], [later, *lacks])
-    assert found(made, "work", Code.WORK_PREEMPTIONS) == [(None, "r0")]
+@pytest.mark.parametrize(
+    ("second", "held_in", "excused"), [(SPLIT, 3, True), (SPLIT, 2, False), (SECOND, 3, False)]
+)
+def test_while_blocks_are_held_several_sequences_come_and_go(
+    second: RequestSpec, held_in: int, excused: bool
+) -> None:
+    lacks = [lost(3, "r1", "out_of_blocks")] * 40
+    made = record([FIRST, second], [replace(HELD, step=held_in), *lacks])
+    expected = [] if excused else [(None, "r1")]
+    assert found(made, "work", Code.WORK_PREEMPTIONS) == expected
 
 
 # Victims ------------------------------------------------------------------------------------------
