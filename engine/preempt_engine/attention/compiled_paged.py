@@ -9,6 +9,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -34,7 +35,8 @@ class CompiledAttention:
 
     def __init__(self, scale: float) -> None:
         self.scale = np.float32(scale)
-        self._slots: dict[LayerKVCache, Slots] = {}
+        # Weak: memory that a closed runner has given up is not kept alive here.
+        self._slots: WeakKeyDictionary[LayerKVCache, Slots] = WeakKeyDictionary()
         self._threads: ThreadPoolExecutor | None = None
 
     def plan(self, metadata: AttentionMetadata) -> AttentionPlan:

@@ -29,7 +29,7 @@ class LayerKVCache:
         value_slots: likewise.
     """
 
-    __slots__ = ("key_blocks", "key_slots", "value_blocks", "value_slots")
+    __slots__ = ("__weakref__", "key_blocks", "key_slots", "value_blocks", "value_slots")
 
     def __init__(self, key_blocks: Tensor, value_blocks: Tensor) -> None:
         self.key_blocks = key_blocks

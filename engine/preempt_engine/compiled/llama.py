@@ -1,6 +1,6 @@
 """The Llama family on a CPU: matrix products by torch, everything between them by compiled loops.
 
-A layer is four products and five loops. What the loops write is the same memory in every layer of a
+A layer is four products and six loops. What the loops write is the same memory in every layer of a
 step, seen as tensors by the products; so hardly anything is left that Python does per layer, which
 on small models takes as long as the products themselves.
 """
