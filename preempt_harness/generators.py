@@ -20,6 +20,7 @@ from preempt_harness.workload import BeamSpec, Operation, RequestSpec, SamplingS
 FIRST_ORDINARY_ID = 4
 _LEAST_ORDINARY_IDS = 4
 _PRIORITIES = 3
+_MOST_CHUNKS = 32  # of a prompt
 MAX_BRANCHES = 3
 """Most sequences of one request that are drawn."""
 
@@ -321,6 +322,11 @@ def check_features(features: Iterable[str]) -> frozenset[str]:
     return chosen
 
 
+def likely_steps(num_prompt_tokens: int, num_outputs: int) -> int:
+    """Steps that a request may well take: one a token, but a long prompt comes in larger chunks."""
+    return min(num_prompt_tokens, _MOST_CHUNKS) + num_outputs
+
+
 def in_order_of_arrival(requests: Iterable[RequestSpec]) -> list[RequestSpec]:
     """The requests sorted by arrival step and named anew, r0, r1, ..."""
     ordered = sorted(requests, key=lambda request: request.arrival_step)
@@ -447,7 +453,8 @@ def _second_batch(source: random.Random, workload: Workload, vocab_size: int) ->
     half = (len(requests) + 1) // 2
     end = 1 + max(request.arrival_step for request in requests[:half])
     end += sum(
-        request.num_prompt_tokens + request.sampling.max_tokens for request in requests[:half]
+        likely_steps(request.num_prompt_tokens, request.sampling.max_tokens)
+        for request in requests[:half]
     )
     requests[half:] = [
         msgspec.structs.replace(request, arrival_step=end) for request in requests[half:]

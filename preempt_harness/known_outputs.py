@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from preempt_harness.generators import in_order_of_arrival
+from preempt_harness.generators import in_order_of_arrival, likely_steps
 from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
 
 _MAX_FOLLOWERS = 3
@@ -54,10 +54,11 @@ def with_continuation(
     prompt = [*text[: max(1, end + source.choice((0, 0, 1, -1)))]]
     if source.random() < 0.5:
         prompt.append(requests[other].prompt_token_ids[0])
+    length = likely_steps(first.num_prompt_tokens, len(text) - first.num_prompt_tokens)
     requests[other] = replace(
         requests[other],
         prompt_token_ids=prompt,
-        arrival_step=first.arrival_step + source.randint(1, 2 * len(text)),
+        arrival_step=first.arrival_step + source.randint(1, 2 * length),
     )
     return replace(workload, requests=in_order_of_arrival(requests))
 
@@ -84,6 +85,7 @@ def with_followers(
     boundaries = range(first, len(text) + 1, block_size)
     end = source.choice(boundaries)
     output = text[leader.num_prompt_tokens : end]
+    length = likely_steps(leader.num_prompt_tokens, len(text) - leader.num_prompt_tokens)
     requests = [replace(leader, sampling=_ending(source, output))]
     others = [request for index, request in enumerate(workload.requests) if index != of]
     count = source.randint(1, min(_MAX_FOLLOWERS, len(others)))
@@ -94,7 +96,7 @@ def with_followers(
             replace(
                 request,
                 prompt_token_ids=[*text[:place], *own],
-                arrival_step=leader.arrival_step + source.randint(1, 2 * len(text)),
+                arrival_step=leader.arrival_step + source.randint(1, 2 * length),
             )
         )
     return replace(workload, requests=in_order_of_arrival([*requests, *others[count:]]))

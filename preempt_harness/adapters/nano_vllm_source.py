@@ -37,12 +37,15 @@ def find_source() -> tuple[Path, str] | None:
     A checkout named by the environment variable PREEMPT_NANO_VLLM_PATH goes before the package.
     """
     named = os.environ.get(PATH_VARIABLE, "")
-    if named:
-        return Path(named).resolve() / "nanovllm", f"checkout {Path(named).name}"
-    return _installed()
+    return _checkout(Path(named).absolute()) if named else _installed()
 
 
-@lru_cache(maxsize=1)  # asked for in every trial
+@lru_cache(maxsize=8)  # asked for in every trial
+def _checkout(folder: Path) -> tuple[Path, str]:
+    return folder.resolve() / "nanovllm", f"checkout {folder.name}"
+
+
+@lru_cache(maxsize=1)
 def _installed() -> tuple[Path, str] | None:
     try:
         found = distribution(PACKAGE)

@@ -4,16 +4,18 @@ Owns the conditions under which nothing can be wrong with any of the steps, and 
 behind then. It names no mistake: where one condition fails, the steps are judged one by one, by
 `sanitizer.py`, as if this file did not exist.
 
-A row is sound when the table it reads through is the one it had, or has new blocks at its end; all
-that lies before it was read and found right; its tokens are its own and known by then; every slot
-is the table's; and the blocks it writes are its sequence's alone, by the tables of the workers and
-of the scheduler. Then no row touches what another one reads, and their order does not matter.
+A row is sound when the table it reads through is the one it had, or has new blocks at its end, or
+is the first of a stay; all that lies before it was read and found right, or came as a prefix hit
+and is right; its tokens are its own and known by then; every slot is the table's; and the blocks it
+writes are its sequence's alone, by the tables of the workers and of the scheduler. Then no row
+touches what another one reads, and their order does not matter.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from preempt_harness.checks._kvsan_state import BlockIndex, Context, Reader
 from preempt_harness.checks.shadow import Shadow, Write, slots_of
@@ -40,14 +42,9 @@ def is_sound(
         context, shadow, index: of the rank.
     """
     own, start, end = reader.tokens, steps.starts[row], steps.ends[row]
-    keep, new = steps.table_change(row)
     coming = told.get(reader.seq, ())
     if (
-        not reader.indexed
-        or keep < len(reader.table)
-        or (new and keep > len(reader.table))
-        or reader.verified != start
-        or reader.dirty
+        reader.dirty
         or reader.corrupt
         or len(own.ids) != own.num_known  # some are provisional
         or start + steps.lengths[row] > own.num_known
@@ -57,7 +54,9 @@ def is_sound(
     size = context.block_size
     first, num_needed = start // size, num_blocks_for(end, size)
     token_ids, written = steps.computed_ids(row), steps.written_slots(row)
-    table = [*reader.table, *new] if new else reader.table
+    table = _table(steps, row, reader)
+    if table is None:
+        return False
     blocks = table[first:num_needed]
     return (
         len(blocks) == num_needed - first
@@ -65,25 +64,102 @@ def is_sound(
         and token_ids == [*own.ids[start:], *coming][: end - start]
         and min(token_ids) >= 0
         and max(token_ids) < (context.vocab_size or math.inf)
-        and (not start or shadow.read(_slot_before(reader, size)) == own.values[start - 1])
-        and _owns(reader, table[reader.owned : num_needed], context.tables)
         and _are_its_alone(blocks, reader, context, index)
-        and _are_unread(new, context, index)
+        and (
+            _goes_on(start, table, num_needed, reader, context, shadow, index)
+            if reader.indexed
+            else _begins(start, table, num_needed, reader, context, shadow, index)
+        )
     )
 
 
+def added_blocks(steps: SteadySteps, row: int, reader: Reader) -> Sequence[int]:
+    """Entries of a sound row's table that were not its reader's before the steps."""
+    if reader.indexed:
+        return steps.table_change(row)[1]
+    return _table(steps, row, reader) or ()
+
+
+def _table(steps: SteadySteps, row: int, reader: Reader) -> list[int] | None:
+    """The table of the first step, None where it has lost entries that its reader has."""
+    keep, new = steps.table_change(row)
+    known = len(reader.table)
+    if reader.indexed:
+        if keep < known or (new and keep > known):
+            return None
+        return [*reader.table, *new] if new else reader.table
+    return [*reader.table[:keep], *new] if keep <= known else None
+
+
+def _goes_on(
+    start: int,
+    table: Sequence[int],
+    num_needed: int,
+    reader: Reader,
+    context: Context,
+    shadow: Shadow,
+    index: BlockIndex,
+) -> bool:
+    """Whether a row that has computed before goes on where it stopped."""
+    return (
+        reader.verified == start
+        and (not start or _last_read(reader, shadow) == reader.tokens.values[start - 1])
+        and _owns(reader, table[reader.owned : num_needed], context.tables)
+        and _are_unread(table[len(reader.table) :], context, index)
+    )
+
+
+def _begins(
+    start: int,
+    table: Sequence[int],
+    num_needed: int,
+    reader: Reader,
+    context: Context,
+    shadow: Shadow,
+    index: BlockIndex,
+) -> bool:
+    """Whether a stay begins with the first row behind the prefix hits, whose content is right."""
+    size, tables, values = context.block_size, context.tables, reader.tokens.values
+    lease = None if tables is None else tables.leases.get(reader.seq)
+    if (
+        lease is None
+        or reader.computed is not None
+        or lease.num_cached * size != start
+        or len(set(table)) != len(table)
+        or not lease.born.keys() >= set(table[:num_needed])
+        or not _are_unread(table[lease.num_cached :], context, index)
+    ):
+        return False
+    for number, block in enumerate(table[: lease.num_cached]):
+        if shadow.values(block) != values[number * size : (number + 1) * size]:
+            return False
+    return True
+
+
 def go_on(
-    steps: SteadySteps, row: int, reader: Reader, shadow: Shadow, index: BlockIndex, tick: int
+    steps: SteadySteps,
+    row: int,
+    reader: Reader,
+    context: Context,
+    shadow: Shadow,
+    index: BlockIndex,
+    tick: int,
 ) -> None:
     """What one sound row leaves behind; its tokens have been told."""
-    for block in steps.table_change(row)[1]:
+    added = added_blocks(steps, row, reader)
+    if not reader.indexed:
+        assert context.tables is not None
+        reader.table, reader.indices, reader.indexed = [], {}, True
+        reader.lease = context.tables.leases[reader.seq]
+        reader.computed = steps.starts[row]
+    for block in added:
         reader.table.append(block)
         index.add(reader, len(reader.table) - 1)
     start, end, length = steps.starts[row], steps.ends[row], steps.lengths[row]
     numbers = range(steps.step, steps.last_step + 1)
     writes = [Write(reader.seq, step, tick) for step in numbers]
     if length > 1:
-        writes = [write for write in writes for _ in range(length)]
+        writes = list(chain.from_iterable([[write] * length for write in writes]))
     size, values, position = shadow.block_size, reader.tokens.values, start
     while position < end:
         entry, offset = divmod(position, size)
@@ -97,10 +173,10 @@ def go_on(
     reader.extend_computed(start, end)
 
 
-def _slot_before(reader: Reader, size: int) -> int:
-    """Slot of the last position that was read and found right."""
-    index, offset = divmod(reader.verified - 1, size)
-    return reader.table[index] * size + offset
+def _last_read(reader: Reader, shadow: Shadow) -> int:
+    """Content of the last position that was read and found right."""
+    index, offset = divmod(reader.verified - 1, shadow.block_size)
+    return shadow.values(reader.table[index])[offset]
 
 
 def _owns(reader: Reader, blocks: Sequence[int], tables: SchedulerTables | None) -> bool:

@@ -38,8 +38,7 @@ def chain(token_ids: Iterable[int], salt: int = 0) -> list[int]:
 
 def extend_by(previous: int, token_ids: Iterable[int], start: int) -> list[int]:
     """Values at `start` and the positions after it, given the value before them."""
-    values: list[int] = []
-    for position, token_id in enumerate(token_ids, start):
-        previous = hash((previous, token_id, position))  # `extend`, without a call
-        values.append(previous)
-    return values
+    return [  # `extend`, without a call
+        previous := hash((previous, token_id, position))
+        for position, token_id in enumerate(token_ids, start)
+    ]

@@ -27,7 +27,7 @@ from preempt_harness.checks._kvsan_state import (
     Reader,
     classify_bad_read,
 )
-from preempt_harness.checks._kvsan_steady import go_on, is_sound
+from preempt_harness.checks._kvsan_steady import added_blocks, go_on, is_sound
 from preempt_harness.checks.chain import UNWRITTEN, extend, root
 from preempt_harness.checks.finding import Code
 from preempt_harness.checks.own_tokens import OwnTokens
@@ -151,14 +151,19 @@ class RankSanitizer:
             reader = self._readers.get(seq) or self._reader(seq)
             if not is_sound(steps, row, reader, told, self._context, self._shadow, self._index):
                 return False
-        new = [block for row in range(len(steps.seqs)) for block in steps.table_change(row)[1]]
-        return len(set(new)) == len(new)
+        added = [
+            block
+            for row, seq in enumerate(steps.seqs)
+            for block in added_blocks(steps, row, self._readers[seq])
+        ]
+        return len(set(added)) == len(added)
 
     def go_on(self, steps: SteadySteps, tick: int) -> None:
         """Take in steps of which `goes_on` was true, after their tokens."""
         self._num_operations += 2 * steps.num_tokens
         for row, seq in enumerate(steps.seqs):
-            go_on(steps, row, self._readers[seq], self._shadow, self._index, tick)
+            reader = self._readers[seq]
+            go_on(steps, row, reader, self._context, self._shadow, self._index, tick)
 
     def _reader(self, seq: str) -> Reader:
         reader = self._readers.get(seq)

@@ -69,6 +69,11 @@ class Shadow:
             slots = self.device[block] = self._unwritten()
         return slots
 
+    def values(self, block: int) -> list[int]:
+        """Values of a device block's slots, to be read only."""
+        slots = self.device.get(block)
+        return [UNWRITTEN] * self.block_size if slots is None else slots.values
+
     def read(self, slot: int) -> int:
         """Value of a slot."""
         block, offset = divmod(slot, self.block_size)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast, get_args
+from itertools import chain
+from typing import Any, NamedTuple, get_args
 
 from preempt_harness.record import (
     Aborted,
@@ -107,9 +108,9 @@ class IdleSteps:
 
     __slots__ = ("events", "last_step", "num_steps", "pool", "step")
 
-    def __init__(self, events: Sequence[Event]) -> None:
+    def __init__(self, events: Sequence[Any]) -> None:
         self.events = events
-        self.pool = cast(PoolCounts, events[0])
+        self.pool: PoolCounts = events[0]
         self.step = self.pool.step
         self.last_step = events[-1].step
         self.num_steps = len(events)
@@ -148,9 +149,9 @@ class SteadySteps:
         "step",
     )
 
-    def __init__(self, events: Sequence[Event], shape: _Shape) -> None:
+    def __init__(self, events: Sequence[Any], shape: _Shape) -> None:
         num_rows, width = shape.num_rows, shape.width
-        rows = cast("Sequence[Scheduled]", events[:num_rows])
+        rows: Sequence[Scheduled] = events[:num_rows]
         self.events = events
         self._shape = shape
         self.num_steps = len(events) // width
@@ -159,43 +160,38 @@ class SteadySteps:
         self.seqs = tuple([row.seq for row in rows])
         self.starts = [row.start for row in rows]
         self.lengths = [row.end - row.start for row in rows]
-        self.ends = [row.end for row in cast("Sequence[Scheduled]", events[-width:])[:num_rows]]
+        self.ends = [row.end for row in events[-width : num_rows - width]]
         self.num_tokens = sum(self.ends) - sum(self.starts)
         delivered = events[shape.first_delivered : shape.end_delivered]
-        self.delivered_seqs = tuple(
-            [row.seq for row in cast("Sequence[TokensDelivered]", delivered)]
-        )
-        self.pool = cast(PoolCounts, events[shape.pool])
+        self.delivered_seqs = tuple([row.seq for row in delivered])
+        self.pool: PoolCounts = events[shape.pool]
 
     def computed_ids(self, row: int) -> list[int]:
         """The tokens that one row computes in all steps."""
         events = self._computed(row)
         if self.lengths[row] == 1:
             return [event.token_ids[0] for event in events]
-        return [token_id for event in events for token_id in event.token_ids]
+        return list(chain.from_iterable([event.token_ids for event in events]))
 
     def written_slots(self, row: int) -> list[int]:
         """Where one row writes them, as its events have it."""
         events = self._computed(row)
         if self.lengths[row] == 1:
             return [event.written_slots[0] for event in events]
-        return [slot for event in events for slot in event.written_slots]
+        return list(chain.from_iterable([event.written_slots for event in events]))
 
     def _computed(self, row: int) -> Sequence[Computed]:
         """The events of one row, [num_steps]."""
-        return cast(
-            "Sequence[Computed]", self.events[len(self.seqs) + 1 + row :: self._shape.width]
-        )
+        return self.events[len(self.seqs) + 1 + row :: self._shape.width]
 
     def table_change(self, row: int) -> tuple[int, list[int]]:
         """How the first step changes the block table of one row, as `Computed` has it."""
-        first = cast(Computed, self.events[len(self.seqs) + 1 + row])
+        first: Computed = self.events[len(self.seqs) + 1 + row]
         return first.table_keep, first.table_new
 
     def delivered(self, index: int) -> Sequence[TokensDelivered]:
         """The events of one of `delivered_seqs`, [num_steps]."""
-        events = self.events[self._shape.first_delivered + index :: self._shape.width]
-        return cast("Sequence[TokensDelivered]", events)
+        return self.events[self._shape.first_delivered + index :: self._shape.width]
 
     def delivered_ids(self) -> list[list[int]]:
         """The tokens that each of `delivered_seqs` gets."""

@@ -225,7 +225,7 @@ def check_vain(trace: Trace) -> CheckResult:
     ended.
     """
     listing = Listing()
-    if steps_ahead(trace.header):
+    if steps_ahead(trace.header) or not trace.has(Preempted):
         return listing.result("work", "victims")
     tables = SchedulerTables()
     steps: dict[int, _Taking] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preempt_harness.checks import Code, run_checks
+from preempt_harness.checks.kvsan import check_kvsan
+from preempt_harness.checks.sanitizer import RankSanitizer
 from preempt_harness.checks.steady import IdleSteps, SteadySteps
 from preempt_harness.checks.trace import Trace
 from preempt_harness.record import (
@@ -115,6 +118,33 @@ def test_steps_that_only_go_on_are_one_piece() -> None:
     assert piece.num_tokens == 2 * (NUM_STEPS - 1)
     assert piece.computed_ids(0) == [output("r0", step) for step in range(NUM_STEPS - 1)]
     assert piece.delivered_ids()[0] == [output("r0", step) for step in range(1, NUM_STEPS)]
+
+
+def test_a_stay_begins_without_a_closer_look() -> None:
+    """KVSan takes whole prompts and what follows as they are; behind a prefix hit, too."""
+    record = steps()
+    hit = [0, 1, 8, 9]  # r0's blocks are full after five steps
+    history = [*PROMPTS["r0"], *(output("r0", step) for step in range(SIZE + 1))]
+    prompt = [*history, 50, 51]
+    slots = [8 * SIZE, 8 * SIZE + 1]
+    late: list[AnyEvent] = [
+        Arrived(NUM_STEPS, "r2", prompt, 16),
+        BlocksAllocated(NUM_STEPS, "r2.0", hit, num_cached=2),
+        Scheduled(NUM_STEPS, "r2.0", 2 * SIZE, len(prompt)),
+        StepLaunched(NUM_STEPS),
+        Computed(NUM_STEPS, 0, "r2.0", 2 * SIZE, [50, 51], slots, 0, hit, len(prompt)),
+        StepDone(NUM_STEPS),
+        PoolCounts(NUM_STEPS, num_blocks=10, free=0, cached=0, used=10),
+    ]
+    record.events += late
+    compute = RankSanitizer.compute
+    with patch.object(RankSanitizer, "compute", autospec=True, side_effect=compute) as closer:
+        assert not check_kvsan(record).findings
+        closer.assert_not_called()
+        place = record.events.index(late[0])
+        record.events[place] = Arrived(NUM_STEPS, "r2", [*prompt[:3], 60, *prompt[4:]], 16)
+        assert {item.code for item in check_kvsan(record).findings} == {Code.KVSAN_STALE_READ}
+        closer.assert_called_once()
 
 
 def test_sizes_of_the_pool_may_come_before_the_tokens() -> None:
