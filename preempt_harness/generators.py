@@ -49,6 +49,7 @@ LATER_FEATURES = (
     "bad_words",  # few ids are likely, and some of them may not follow others
     "stop_strings",  # likewise, and some of them one after another are a stop
     "grammars",  # regular expressions
+    "eos",  # end-of-sequence may end a request
 )
 """Features that change a workload when it is drawn, each by draws of its own."""
 
@@ -552,12 +553,21 @@ def _with_samplings(
     return msgspec.structs.replace(workload, requests=requests)
 
 
+def _eos(source: random.Random, workload: Workload, vocab_size: int) -> Workload:
+    def changed(sampling: SamplingSpec) -> SamplingSpec:
+        ignored = source.random() < 0.3 and sampling.regex is None  # a grammar ends by it only
+        return msgspec.structs.replace(sampling, ignore_eos=ignored)
+
+    return _with_samplings(workload, changed)
+
+
 _LATER: dict[str, Callable[[random.Random, Workload, int], Workload]] = {
     "second_batch": _second_batch,
     "few_tokens": _few_tokens,
     "bad_words": _bad_words,
     "stop_strings": _stop_strings,
     "grammars": _grammars,
+    "eos": _eos,
 }
 
 

@@ -427,6 +427,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
             input is not among them is NOT OBSERVABLE.
         batch_invariant: logits are bitwise equal under any batch mix, by the engine's own claim.
         vocab_size: of the model, 0 if unknown.
+        eos_token_ids: of end-of-sequence, none if unknown.
         num_ranks: tensor parallel size.
         max_total_tokens: most tokens of one request, by model and pool; None if unknown.
     """
@@ -445,6 +446,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     observed: list[str] = []
     batch_invariant: bool = False
     vocab_size: int = 0
+    eos_token_ids: list[int] = []
     num_ranks: int = 1
     max_total_tokens: int | None = None
 

@@ -191,6 +191,7 @@ class _Run:
             observed=info.observed,
             batch_invariant=info.batch_invariant,
             vocab_size=info.vocab_size,
+            eos_token_ids=info.eos_token_ids,
             num_ranks=info.num_ranks,
             max_total_tokens=info.max_total_tokens,
         )
@@ -311,6 +312,7 @@ def _engine_features(trial: Trial) -> set[str]:
         protocol.STOP_STRINGS: any(spec.stop for spec in specs),
         protocol.STOP_TOKENS: any(spec.stop_token_ids for spec in specs),
         protocol.MIN_TOKENS: any(spec.min_tokens for spec in specs),
+        protocol.EOS: any(not spec.ignore_eos for spec in specs),
         protocol.PARALLEL_SAMPLING: any(spec.n > 1 for spec in specs),
         protocol.BEAM_SEARCH: any(spec.beam is not None for spec in specs),
         protocol.PROMPT_LOGPROBS: any(spec.prompt_logprobs is not None for spec in specs),

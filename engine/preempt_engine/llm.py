@@ -387,6 +387,11 @@ class LLM:
         return self._executor.vocab_size
 
     @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Ids of the model that end a generation unless `ignore_eos`."""
+        return self._executor.eos_token_ids
+
+    @property
     def num_kv_blocks(self) -> int:
         """Size of the pool in blocks."""
         return self.scheduler.blocks.num_blocks

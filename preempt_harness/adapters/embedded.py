@@ -172,6 +172,7 @@ class EmbeddedSession:
             block_size=self.llm.config.block_size,
             num_blocks=self.llm.num_kv_blocks,
             vocab_size=self.llm.vocab_size,
+            eos_token_ids=sorted(self.llm.eos_token_ids),
             num_ranks=self.llm.config.tensor_parallel_size,
             versions=_versions(exact=self.llm.config.is_exact),
             observed=_observed(self._observer.event_names, self.llm.config.tensor_parallel_size),

@@ -57,6 +57,7 @@ class ExactNanoVllmSession(NanoVllmSession):
             version,
             [*OBSERVED, *(["StepSent"] if self.ranks.shows_messages else [])],
             vocab_size=VOCAB_SIZE,
+            eos_token_ids=[END_TOKEN_ID],
             batch_invariant=True,
         )
 

@@ -42,6 +42,7 @@ class NanoVllmSchedulerAdapter(ExactModelAdapter):
             protocol.RECOMPUTE,
             protocol.PREFIX_CACHING,
             protocol.TENSOR_PARALLEL,
+            protocol.EOS,
         }
         if chunks_prompts():
             able.add(protocol.CHUNKED_PREFILL)

@@ -36,6 +36,7 @@ LOGPROBS = "logprobs"
 STOP_STRINGS = "stop_strings"
 STOP_TOKENS = "stop_tokens"
 MIN_TOKENS = "min_tokens"
+EOS = "eos"  # `ignore_eos` may be false: end-of-sequence ends a request
 TEXT = "text"
 BLOCK_SIZE = "block_size"  # any block size; otherwise `block_sizes` of the adapter
 BLOCK_REUSE_ORDER = "block_reuse_order"
@@ -79,6 +80,7 @@ CAPABILITIES = frozenset(
         STOP_STRINGS,
         STOP_TOKENS,
         MIN_TOKENS,
+        EOS,
         TEXT,
         BLOCK_SIZE,
         BLOCK_REUSE_ORDER,
@@ -159,6 +161,7 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
         config: the engine's configuration as it was passed, plain data.
         block_size, num_blocks: of the pool as it really is.
         vocab_size: 0 if unknown.
+        eos_token_ids: of end-of-sequence, none if unknown.
         num_ranks: tensor parallel size.
         versions: library -> version.
         observed: names of the event types this session emits.
@@ -170,6 +173,7 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_blocks: int
     vocab_size: int = 0
+    eos_token_ids: list[int] = []
     num_ranks: int = 1
     versions: dict[str, str] = {}
     observed: list[str] = []

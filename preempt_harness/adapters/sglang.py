@@ -34,6 +34,7 @@ class SglangAdapter:
             protocol.LOGPROBS,
             protocol.PENALTIES,
             protocol.STOP_TOKENS,
+            protocol.EOS,
             protocol.MAX_MODEL_LEN,
             protocol.TENSOR_PARALLEL,
         }

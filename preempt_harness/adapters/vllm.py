@@ -44,6 +44,7 @@ class VllmAdapter:
             protocol.PENALTIES,
             protocol.LOGIT_BIAS,
             protocol.STOP_TOKENS,
+            protocol.EOS,
             protocol.MIN_TOKENS,
             protocol.PARALLEL_SAMPLING,
             protocol.WATERMARK,

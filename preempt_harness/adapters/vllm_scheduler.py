@@ -44,6 +44,7 @@ class VllmSchedulerAdapter(ExactModelAdapter):
             protocol.POOL_LIMIT,
             protocol.PRIORITY,
             protocol.STOP_TOKENS,
+            protocol.EOS,
             protocol.ASYNC_SCHEDULING,
             protocol.SPECULATION,
         }

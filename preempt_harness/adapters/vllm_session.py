@@ -14,7 +14,7 @@ from importlib.metadata import version
 from typing import Any
 
 from preempt_harness import record
-from preempt_harness.adapters.exact_workers import VOCAB_SIZE, ExactWorkers
+from preempt_harness.adapters.exact_workers import END_TOKEN_ID, VOCAB_SIZE, ExactWorkers
 from preempt_harness.adapters.protocol import EngineSettings, SessionInfo
 from preempt_harness.adapters.scheduler_log import OBSERVED, Log
 from preempt_harness.adapters.scheduler_loop import SchedulerSession
@@ -78,6 +78,7 @@ class VllmSession(SchedulerSession):
             block_size=settings.block_size,
             num_blocks=settings.num_blocks,
             vocab_size=VOCAB_SIZE,
+            eos_token_ids=[END_TOKEN_ID],
             versions={"python": platform.python_version(), "vllm": version("vllm")},
             observed=list(OBSERVED),
             batch_invariant=True,

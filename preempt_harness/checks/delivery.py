@@ -223,6 +223,7 @@ def check_results(trace: Trace) -> CheckResult:
             seq = f"{request}.{branch}"
             _judge_logprobs(seq, spec, output, listing)
             _judge_length(seq, record.header, spec, output, listing)
+            _judge_stops(seq, record.header, spec, output, listing)
             for what in _wrong_finish(record.header, spec, result, output, request in aborted):
                 listing.report(Code.DEL_FINISH_REASON, None, what, seq=seq, once=seq)
             if baseline is not None and branch < len(baseline.outputs):
@@ -349,6 +350,32 @@ def _judge_length(
         )
 
 
+def _judge_stops(
+    seq: str, header: Header, spec: RequestSpec, output: SequenceOutput, listing: Listing
+) -> None:
+    """No token that ends an output stands before its last one, but among the first min_tokens.
+
+    Of beams nobody sees those that ended.
+    """
+    sampling = spec.sampling
+    stops = set(sampling.stop_token_ids)
+    if not sampling.ignore_eos:
+        stops.update(header.eos_token_ids)
+    if sampling.beam is not None or stops.isdisjoint(output.token_ids[:-1]):
+        return
+    for index, token_id in enumerate(output.token_ids[:-1]):
+        if token_id in stops and index >= sampling.min_tokens:
+            listing.report(
+                Code.DEL_PAST_STOP,
+                None,
+                f"output token {index} is {token_id}, which ends it, and "
+                f"{len(output.token_ids) - index - 1} more follow",
+                seq=seq,
+                position=spec.num_prompt_tokens + index,
+            )
+            return
+
+
 def _wrong_finish(
     header: Header, spec: RequestSpec, result: RequestResult, output: SequenceOutput, aborted: bool
 ) -> Iterator[str]:
@@ -361,7 +388,7 @@ def _wrong_finish(
                 f"{spec.sampling.max_tokens} and no limit of model or pool is reached"
             )
     elif reason == "stop":
-        yield from _wrong_stop(spec, output)
+        yield from _wrong_stop(header, spec, output)
     elif reason == "abort":
         if not aborted:
             yield "finish reason 'abort', but nobody aborted it"
@@ -390,7 +417,7 @@ def _at_limit(header: Header, spec: RequestSpec, num_output_tokens: int) -> bool
     return total >= (shared + own) * header.block_size
 
 
-def _wrong_stop(spec: RequestSpec, output: SequenceOutput) -> Iterator[str]:
+def _wrong_stop(header: Header, spec: RequestSpec, output: SequenceOutput) -> Iterator[str]:
     sampling = spec.sampling
     last = output.token_ids[-1] if output.token_ids else None
     if last in sampling.stop_token_ids:
@@ -404,6 +431,16 @@ def _wrong_stop(spec: RequestSpec, output: SequenceOutput) -> Iterator[str]:
         yield (
             f"finish reason 'stop' at token {last}, which is none of its stop tokens "
             f"{list(sampling.stop_token_ids)}, and end-of-sequence is to be ignored"
+        )
+    elif (
+        header.eos_token_ids
+        and last not in header.eos_token_ids
+        and not (sampling.stop or sampling.regex or sampling.json_schema)
+    ):
+        yield (
+            f"finish reason 'stop' at token {last}, which is neither end-of-sequence "
+            f"({', '.join(map(str, header.eos_token_ids))}) nor one of its stop tokens "
+            f"{list(sampling.stop_token_ids)}"
         )
 
 

@@ -237,6 +237,7 @@ def later_features(seed: int | str, adapter: EngineAdapter) -> list[str]:
         "bad_words": {*text, protocol.BAD_WORDS},
         "stop_strings": {*text, protocol.STOP_STRINGS},
         "grammars": {*text, protocol.STRUCTURED_OUTPUTS},
+        "eos": {protocol.EOS},
     }
     return [
         name

@@ -111,6 +111,37 @@ FAULTS = (
         ),
     ),
     Fault(
+        name="end-of-sequence-missed-after-resume",
+        mechanism="end-of-sequence is a token like others to a request that was preempted",
+        source="mechanism",
+        expected=("TOK", "DEL"),
+        patches=(
+            before(
+                APPEND,
+                BUILDER_APPEND,
+                f"if token.token_id in {BUILDER}.eos_token_ids and request.num_preemptions"
+                " and reached():\n"
+                f"    {BUILDER}.stop_ids = frozenset({BUILDER}.params.stop_token_ids)",
+            ),
+        ),
+        needs=frozenset({"eos"}),
+    ),
+    Fault(
+        name="end-of-sequence-never-looked-for",
+        mechanism="no request ends by itself, preempted or not",
+        source="mechanism",
+        expected=("DEL",),
+        patches=(
+            before(
+                APPEND,
+                BUILDER_APPEND,
+                f"if token.token_id in {BUILDER}.eos_token_ids and reached():\n"
+                f"    {BUILDER}.stop_ids = frozenset({BUILDER}.params.stop_token_ids)",
+            ),
+        ),
+        needs=frozenset({"eos"}),
+    ),
+    Fault(
         name="stop-at-a-boundary-missed-after-resume",
         mechanism="a stop token that fills a block does not end a request that was preempted",
         source="mechanism",

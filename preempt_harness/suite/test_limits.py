@@ -56,6 +56,21 @@ def test_preempted_shortly_before_the_models_length(preempt: PreemptHarness, bef
     result.assert_clean()
 
 
+@pytest.mark.preempt_requires("eos", "preempt", "stepped")
+@pytest.mark.parametrize("phase", ["first", "second"])
+def test_end_of_sequence_after_a_preemption(preempt: PreemptHarness, phase: str) -> None:
+    """Every request loses its blocks, once early and once late; some end by themselves later on."""
+    block = block_size(preempt)
+    workload = together(
+        [request(preempt, f"r{i}", 2 * block + i, 12 * block, ignore_eos=False) for i in range(4)]
+    )
+    step = 2 * block if phase == "first" else 5 * block
+    result = preempt.run(workload, plan=f"preempt-all@step={step}", block_size=block)
+    result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
 @pytest.mark.preempt_requires("queue_limit", "preempt", "stepped", "hold_blocks")
 def test_a_preempted_request_is_never_refused_by_the_queue_limit(preempt: PreemptHarness) -> None:
     """Three come back into a queue for one; who arrives meanwhile may be refused, later ones not.

@@ -232,6 +232,35 @@ def test_stop_before_min_tokens_is_found(record: TrialRecord) -> None:
     assert codes(record) == [Code.DEL_MIN_TOKENS]
 
 
+def test_output_that_goes_on_behind_a_stop_token_is_found(record: TrialRecord) -> None:
+    ids = record.results["r1"].outputs[0].token_ids
+    index = next(i for i in range(1, len(ids) - 1) if ids.index(ids[i]) == i)
+    change_sampling(record, stop_token_ids=[ids[index]])
+    assert codes(record) == [Code.DEL_PAST_STOP]
+    change_sampling(record, stop_token_ids=[ids[index]], min_tokens=index + 1)
+    assert codes(record) == []
+
+
+def test_output_that_goes_on_behind_end_of_sequence_is_found(record: TrialRecord) -> None:
+    ids = record.results["r1"].outputs[0].token_ids
+    record.header = replace(record.header, eos_token_ids=[ids[0]])
+    assert codes(record) == []
+    change_sampling(record, ignore_eos=False)
+    assert codes(record) == [Code.DEL_PAST_STOP]
+
+
+def test_stop_at_another_token_than_end_of_sequence_is_found(record: TrialRecord) -> None:
+    ids = record.results["r1"].outputs[0].token_ids
+    record.baseline = None
+    change_sampling(record, ignore_eos=False)
+    change_output(record, "r1", finish_reason="stop")
+    assert codes(record) == []  # which tokens end a sequence is not known
+    record.header = replace(record.header, eos_token_ids=[ids[-1] + 1])
+    assert codes(record) == [Code.DEL_FINISH_REASON]
+    record.header = replace(record.header, eos_token_ids=[ids[-1]])
+    assert codes(record) == ([] if ids.index(ids[-1]) == len(ids) - 1 else [Code.DEL_PAST_STOP])
+
+
 @pytest.mark.parametrize(
     ("plant", "words"),
     [

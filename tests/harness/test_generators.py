@@ -155,6 +155,7 @@ def test_later_features_change_a_workload_that_is_drawn_already() -> None:
             assert prompts(one) == prompts(other)
     few = {r.sampling.max_tokens for w in drawn("few_tokens") for r in w.requests}
     assert {0, 1} < few
+    assert {r.sampling.ignore_eos for w in drawn("eos") for r in w.requests} == {False, True}
     for name, field in (
         ("bad_words", "bad_words"),
         ("stop_strings", "stop"),
