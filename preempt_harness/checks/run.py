@@ -17,6 +17,7 @@ from preempt_harness.checks import (
     _accounting_schedule,
     _accounting_worker,
     _work_drafts,
+    _work_hits,
     crash,
     delivery,
     kvsan,
@@ -279,6 +280,15 @@ PARTS = (
         needs=frozenset({"Arrived", "Computed", "TokensDelivered"}),
         applies=_work_drafts.drafts_for_itself,
         judge=_plain(_work_drafts.check_own_drafts),
+    ),
+    Part(
+        check="work",
+        part="hits",
+        needs=frozenset(
+            {"Arrived", "BlocksAllocated", "BlocksFreed", "Scheduled", "TokensDelivered"}
+        ),
+        applies=_work_hits.shares_blocks,
+        judge=_plain(_work_hits.check_hits),
     ),
 )
 

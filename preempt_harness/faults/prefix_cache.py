@@ -57,6 +57,32 @@ FAULTS = (
         ),
     ),
     Fault(
+        name="blocks-in-use-are-not-found",
+        mechanism="a block that a running request holds is no prefix hit for others",
+        source="mechanism",
+        expected=("WORK", "ACC"),
+        patches=(
+            Patch(
+                f"{_BLOCKS}.find_prefix",
+                "if block_id is None:",
+                "if block_id is None or (self.ref_counts[block_id] and reached()):",
+            ),
+        ),
+    ),
+    Fault(
+        name="cache-is-never-filled",
+        mechanism="no computed block is ever offered to the prefix cache",
+        source="mechanism",
+        expected=("WORK", "ACC"),
+        patches=(
+            Patch(
+                f"{_BLOCKS}.find_prefix",
+                "self._block_of_digest.get(self._digest(sequence, index))",
+                "None if reached() else self._block_of_digest.get(self._digest(sequence, index))",
+            ),
+        ),
+    ),
+    Fault(
         name="stale-entry-after-reuse",
         mechanism="the entry of a block survives when the block is handed out again",
         source="https://github.com/GeeeekExplorer/nano-vllm/pull/153",

@@ -1,0 +1,172 @@
+"""Work of the prefix cache: what a running request holds is not computed again for another one.
+
+A cache that finds too little changes no output. What it must find at least is judged where nobody
+can differ: the block is full, in the table of a request that runs, computed some steps ago, of
+content that never stood in another block, and a token is left to be computed. Whether an engine
+finds blocks that nobody holds any more is its own business.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
+from preempt_harness.checks.progress import steps_ahead
+from preempt_harness.checks.steady import SteadySteps
+from preempt_harness.checks.tables import Lease, SchedulerTables
+from preempt_harness.checks.trace import DeliveredRows, ScheduledRows, Trace
+from preempt_harness.record import (
+    Arrived,
+    BlocksAllocated,
+    BlocksFreed,
+    BlocksReplaced,
+    CacheReset,
+    Forked,
+    Header,
+    Preempted,
+)
+
+_KINDS = (
+    SteadySteps,
+    ScheduledRows,
+    DeliveredRows,
+    Arrived,
+    BlocksAllocated,
+    BlocksFreed,
+    BlocksReplaced,
+    CacheReset,
+    Forked,
+    Preempted,
+)
+
+
+def shares_blocks(header: Header) -> bool:
+    """Whether hits are judged: with drafts, engines leave the last block out."""
+    return bool(header.config.get("enable_prefix_caching")) and not header.config.get(
+        "num_speculative_tokens"
+    )
+
+
+def check_hits(trace: Trace) -> CheckResult:
+    """Who is admitted shares the blocks in which a running request has its first tokens."""
+    judge = _Hits(trace)
+    for event in trace.of(*_KINDS):
+        judge.take(event)
+    return judge.listing.result("work", "hits")
+
+
+class _Hits:
+    """Follows which content stands where.
+
+    Args:
+        trace: of a record with prefix caching.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.listing = Listing()
+        self._size = trace.header.block_size
+        self._least_age = 2 + 2 * steps_ahead(trace.header)  # steps
+        # Branches share blocks in ways of their own; what tells of prompts may skip the cache.
+        self._judged = {
+            f"{name}.0"
+            for name, spec in trace.specs.items()
+            if spec.sampling.num_sequences == 1 and spec.sampling.prompt_logprobs is None
+        }
+        self._tables = SchedulerTables()
+        self._known: defaultdict[str, list[int]] = defaultdict(list)
+        self._chains: defaultdict[str, list[int]] = defaultdict(list)  # of full blocks of known
+        self._content: dict[int, tuple[int, int]] = {}  # block -> (chain value, step)
+        self._places: defaultdict[int, set[int]] = defaultdict(set)  # value -> blocks, ever
+        self._swapped: set[str] = set()
+        self._before_reset: list[Lease] = []  # what these go on to compute may not be offered
+
+    def take(self, event: object) -> None:
+        """Take in the next event."""
+        if isinstance(event, ScheduledRows):
+            self._compute(event.seqs, event.starts, event.ends, event.step)
+        elif isinstance(event, SteadySteps):
+            for seq, token_ids in zip(event.delivered_seqs, event.delivered_ids(), strict=True):
+                self._known[seq] += token_ids
+            self._compute(event.seqs, event.starts, event.ends, event.last_step)
+        elif isinstance(event, DeliveredRows):
+            for seq, ids in zip(event.seqs, event.token_ids, strict=True):
+                self._known[seq] += ids
+        elif isinstance(event, Arrived):
+            self._known[f"{event.request}.0"] = list(event.prompt_token_ids)
+        elif isinstance(event, BlocksAllocated):
+            self._allocate(event)
+        elif isinstance(event, BlocksFreed):
+            self._tables.free(event)
+        elif isinstance(event, BlocksReplaced):
+            self._tables.replace(event)
+        elif isinstance(event, Forked):
+            self._tables.fork(event)
+        elif isinstance(event, CacheReset):
+            self._content.clear()
+            self._before_reset = list(self._tables.leases.values())
+        elif isinstance(event, Preempted):
+            if event.mode == "swap":
+                self._swapped.add(event.request)
+            else:
+                self._swapped.discard(event.request)
+
+    def _allocate(self, event: BlocksAllocated) -> None:
+        request = request_of(event.seq)
+        if event.seq not in self._tables.leases:
+            if event.seq in self._judged and request not in self._swapped:
+                self._judge(event)
+            self._swapped.discard(request)
+        self._tables.allocate(event)
+        for block in event.blocks[event.num_cached :]:
+            self._content.pop(block, None)
+
+    def _judge(self, event: BlocksAllocated) -> None:
+        self.listing.count("admissions judged")
+        num_certain = 0
+        most = (len(self._known[event.seq]) - 1) // self._size  # one token is computed at least
+        for value in self._chain(event.seq)[:most]:
+            if not self._is_held(value, event.step):
+                break
+            num_certain += 1
+        if event.num_cached < num_certain:
+            self.listing.report(
+                Code.WORK_CACHE_MISS,
+                event.step,
+                f"it is admitted with {event.num_cached} blocks of the prefix cache, and running "
+                f"requests hold the first {num_certain} blocks of its tokens",
+                once=event.seq,
+                seq=event.seq,
+            )
+
+    def _is_held(self, value: int, step: int) -> bool:
+        """Whether a running request has had this content for some steps, where it ever stood."""
+        places = self._places.get(value, ())
+        if len(places) != 1:
+            return False
+        (block,) = places
+        found, since = self._content.get(block, (None, 0))
+        return found == value and since + self._least_age <= step and block in self._tables.refs
+
+    def _compute(
+        self, seqs: Sequence[str], starts: Sequence[int], ends: Sequence[int], step: int
+    ) -> None:
+        """Blocks that the rows fill have their content from this step on."""
+        for seq, start, end in zip(seqs, starts, ends, strict=True):
+            first, stop = start // self._size, end // self._size
+            lease = self._tables.leases.get(seq)
+            if first == stop or lease is None or lease in self._before_reset:
+                continue
+            chain = self._chain(seq)
+            for index in range(first, min(stop, len(chain), len(lease.blocks))):
+                block = lease.blocks[index]
+                self._content[block] = (chain[index], step)
+                self._places[chain[index]].add(block)
+
+    def _chain(self, seq: str) -> list[int]:
+        """Values of the full blocks of a sequence's known tokens."""
+        known, chain, size = self._known[seq], self._chains[seq], self._size
+        for index in range(len(chain), len(known) // size):
+            before = chain[-1] if chain else 0
+            chain.append(hash((before, *known[index * size : (index + 1) * size])))
+        return chain
