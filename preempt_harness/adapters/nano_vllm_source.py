@@ -174,12 +174,14 @@ class _Tensor(list[Any]):
 
 
 class _Torch:
-    """Stands for torch where the preparation makes tensors; dtypes are nobody's concern."""
+    """Stands for torch where the preparation makes tensors, which are of integers."""
 
     Tensor = _Tensor
 
     @staticmethod
     def tensor(data: Sequence[Any], **options: object) -> _Tensor:
+        if float in set(map(type, data)):
+            return _Tensor(map(int, data))  # cut off, as torch does
         return _Tensor(data)
 
     def __getattr__(self, name: str) -> None:
