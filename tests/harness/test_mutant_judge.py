@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from benchmarks.mutant_judge import Change, Group, Job, Verdict, new_codes
+from benchmarks.mutation import TARGETS
 
 MODULE = """\
 LIMIT = 3
@@ -163,3 +164,17 @@ def test_verdicts(tmp_path: Path) -> None:
     assert [verdict.group for verdict in verdicts] == ["tests", "", "tests", "tests", "import"]
     assert verdicts[2].test == verdicts[3].test == "test_module.py::test_full"
     assert (tmp_path / "module.py").read_text() == MODULE
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_target_names_files_that_are_there_each_once(name: str) -> None:
+    target = TARGETS[name]
+    for paths in (target.modules, target.tests):
+        assert paths
+        assert all(Path(path).is_file() for path in paths)
+    assert len(set(target.modules)) == len(target.modules)
+
+
+def test_no_module_is_of_two_targets() -> None:
+    modules = [module for target in TARGETS.values() for module in target.modules]
+    assert len(set(modules)) == len(modules)
