@@ -169,6 +169,34 @@ def test_log_probabilities_without_the_chosen_token_are_found(record: TrialRecor
     assert (finding.code, finding.position) == (Code.DEL_LOGPROBS, 6 + 5)
 
 
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_a_sum_of_log_probabilities_with_a_token_lost_or_twice_is_found(
+    record: TrialRecord, times: int
+) -> None:
+    output = record.results["r0"].outputs[0]
+    each = [{token: -0.1 * (index + 1)} for index, token in enumerate(output.token_ids)]
+    for index, entry in zip(pieces(record, "r0.0"), each, strict=True):
+        record.events[index] = replace(record.events[index], logprobs=[entry])
+    rounding = 1e-8
+    first = each[0][output.token_ids[0]]
+    total = sum(sum(entry.values()) for entry in each) + (times - 1) * first + rounding
+    change_output(record, "r0", logprobs=each, cumulative_logprob=total)
+    assert codes(record) == ([] if times == 1 else [Code.DEL_LOGPROBS])
+
+
+@pytest.mark.parametrize("share", [0.9, -0.9, 1.1, -1.1])
+def test_a_sum_of_log_probabilities_may_be_off_by_what_float32_loses(
+    record: TrialRecord, share: float
+) -> None:
+    output = record.results["r0"].outputs[0]
+    each = [{token: -1.0} for token in output.token_ids]
+    for index, entry in zip(pieces(record, "r0.0"), each, strict=True):
+        record.events[index] = replace(record.events[index], logprobs=[entry])
+    total = -6.0 + share * 2 * 6 * 2.0**-24 * 6.0
+    change_output(record, "r0", logprobs=each, cumulative_logprob=total)
+    assert codes(record) == ([] if abs(share) < 1 else [Code.DEL_LOGPROBS])
+
+
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
