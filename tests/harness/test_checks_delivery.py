@@ -358,7 +358,7 @@ def test_branches_divide_what_the_pool_has_beyond_the_full_blocks_of_the_prompt(
 def test_other_tokens_may_be_another_text_and_end_otherwise(record: TrialRecord) -> None:
     """Whether they may be other tokens is for another check."""
     assert record.baseline is not None
-    other = replace(record.baseline.results["r1"].outputs[0], text="?", finish_reason="abort")
+    other = replace(record.baseline.results["r1"].outputs[0], text="?", finish_reason="stop")
     longer = replace(other, token_ids=[*other.token_ids, 9])
     record.baseline.results["r1"] = replace(record.baseline.results["r1"], outputs=[longer])
     assert codes(record) == []
