@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import select
 import signal
 import sys
@@ -33,6 +34,7 @@ import pytest
 
 _SLACK_FACTOR = 10.0  # a test may take so many times its own processor time
 _SILENCE_S = 300.0  # wall seconds without a test begun, after which a child is killed
+_MOST_BYTES = 4 * 2**30  # of a child's own memory: a loop without end may fill a list
 _CO_OPTIMIZED = 0x1  # flag of a function's code, as against a class's or module's
 
 
@@ -293,6 +295,7 @@ class Child:
             try:
                 os.setpgid(0, 0)
                 os.close(self._read)
+                resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES))
                 silence()
                 work(Send(write))
                 status = 0

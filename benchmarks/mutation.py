@@ -27,7 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -38,14 +38,29 @@ from benchmarks.mutants import Mutant, draw
 
 @dataclass(frozen=True)
 class Target:
-    """Modules that belong together, and the tests that look after them."""
+    """Modules that belong together, and the tests that look after them.
+
+    Attributes:
+        modules: their files.
+        tests: files of tests.
+        options: pytest's, of the suite where the embedded engine's default model does not run them.
+    """
 
     modules: tuple[str, ...]
     tests: tuple[str, ...]
+    options: tuple[str, ...] = ()
 
 
 def _engine(*names: str) -> tuple[str, ...]:
     return tuple(f"engine/preempt_engine/{name}.py" for name in names)
+
+
+def _checks(*names: str) -> tuple[str, ...]:
+    return tuple(f"preempt_harness/checks/{name}.py" for name in names)
+
+
+def _tests(part: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"tests/{part}/test_{name}.py" for name in names)
 
 
 _ENGINE_TESTS = (
@@ -95,6 +110,55 @@ TARGETS = {
             "tests/harness/test_checks_progress.py",
             *_CHECK_TESTS,
         ),
+    ),
+    "requests": Target(_engine("sequence", "intake", "step", "reset"), _ENGINE_TESTS),
+    "outputs": Target(
+        _engine("delivery", "output_builder", "stream", "outbox", "detokenizer", "scoring"),
+        (*_ENGINE_TESTS, *_tests("engine", "stream", "detokenizer", "prompt_logprobs")),
+    ),
+    "beam_search": Target(_engine("beam_search"), _tests("engine", "beam_search")),
+    "drafts": Target(
+        _engine(*(f"spec_decode/{name}" for name in ("speculator", "allowance", "draft_model")))
+        + _engine(*(f"spec_decode/{name}" for name in ("ngram", "proposer", "scripted"))),
+        _tests("engine", "spec_decode", "spec_models", "async_drafts", "headroom"),
+    ),
+    "sampling": Target(
+        _engine(*(f"sampling/{name}" for name in ("sampler", "processors", "history")))
+        + _engine(*(f"sampling/{name}" for name in ("logprobs", "grammar", "noise"))),
+        _tests("engine", "sampling", "processors", "penalties", "noise", "grammar")
+        + _tests("engine", "request_state", "prompt_logprobs"),
+    ),
+    "workers": Target(
+        _engine("worker/state", "worker/exact_runner"),
+        _tests("engine", "exact", "wire", "multiproc", "swap"),
+    ),
+    "worker_tensors": Target(
+        _engine("worker/block_mover", "worker/swap_space", "worker/step_inputs"),
+        _tests("engine", "block_mover", "swap_space", "model_runner"),
+        options=("--preempt-model", "tiny-llama"),
+    ),
+    "messages": Target(
+        _engine("executor/step_codec", "executor/shares", "executor/protocol"),
+        _tests("engine", "wire", "multiproc", "tp"),
+        options=("--preempt-tp", "2"),
+    ),
+    "kvsan": Target(
+        _checks("kvsan", "_kvsan_state", "_kvsan_steady", "sanitizer", "chain", "shadow"),
+        _tests("harness", "kvsan", "kvsan_histories", "steady") + _CHECK_TESTS,
+    ),
+    "trace": Target(
+        _checks("trace", "steady", "tables"),
+        _tests("harness", "trace", "steady", "kvsan", "checks_accounting") + _CHECK_TESTS,
+    ),
+    "output_checks": Target(
+        _checks("tokens", "delivery", "drafts", "own_tokens", "prediction"),
+        _tests("harness", "checks_tokens", "checks_delivery", "drafts", "prediction", "near_tie")
+        + _CHECK_TESTS,
+    ),
+    "accounting": Target(
+        _checks("_accounting_counters", "_accounting_schedule", "_accounting_reset")
+        + _checks("_accounting_pool", "_accounting_worker"),
+        _tests("harness", "checks_accounting", "checks_resets", "steady") + _CHECK_TESTS,
     ),
 }
 _JUDGES = {
@@ -160,7 +224,7 @@ def run(name: str, copies: Sequence[Path], arguments: argparse.Namespace) -> int
     started = time.perf_counter()
     target = TARGETS[name]
     if arguments.tests:
-        target = Target(target.modules, tuple(arguments.tests))
+        target = replace(target, tests=tuple(arguments.tests))
     mutants, num_places = draw(target.modules, arguments.sample, arguments.seed)
     found = _found(arguments.again / f"{name}.jsonl") if arguments.again is not None else {}
     keys = [_key(mutant) for mutant in mutants]
@@ -253,7 +317,7 @@ def judge(
             Job(
                 groups=groups,
                 changes=[Change(mutant.module, mutant.source) for mutant in mutants],
-                arguments=["-p", "preempt_harness"] if "suite" in by else [],
+                arguments=["-p", "preempt_harness", *target.options] if "suite" in by else [],
                 verdicts=str(verdicts),
                 fresh=fresh,
             )

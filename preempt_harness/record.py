@@ -376,13 +376,17 @@ COUNTER_NAMES = (
 
 
 class SequenceOutput(msgspec.Struct, frozen=True):
-    """What the user got for one branch of one request."""
+    """What the user got for one branch of one request.
+
+    `cumulative_logprob` is the engine's own sum over the chosen tokens, None when not reported.
+    """
 
     token_ids: list[int]
     text: str = ""
     logprobs: list[dict[int, float]] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    cumulative_logprob: float | None = None
 
 
 class RequestResult(msgspec.Struct, frozen=True):

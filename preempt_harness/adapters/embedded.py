@@ -313,6 +313,7 @@ def _result(output: RequestOutput) -> RequestResult:
                 logprobs=branch.logprobs,
                 finish_reason=branch.finish_reason,
                 stop_reason=branch.stop_reason,
+                cumulative_logprob=branch.cumulative_logprob,
             )
             for branch in output.outputs
         ],

@@ -171,6 +171,7 @@ class VllmEngineSession(LimitedSession):
                     logprobs=None if logprobs is None else [plain_logprobs(e) for e in logprobs],
                     finish_reason=branch.finish_reason,
                     stop_reason=branch.stop_reason,
+                    cumulative_logprob=None if logprobs is None else branch.cumulative_logprob,
                 ),
             )
 

@@ -6,6 +6,7 @@ asked for. Knows no blocks and no steps but as places.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -270,6 +271,31 @@ def _judge_logprobs(seq: str, spec: RequestSpec, output: SequenceOutput, listing
                 seq=seq,
                 position=spec.num_prompt_tokens + index,
             )
+            return
+    _judge_sum(seq, output, entries, listing)
+
+
+def _judge_sum(
+    seq: str, output: SequenceOutput, entries: Sequence[dict[int, float]], listing: Listing
+) -> None:
+    """What an engine adds up on the way is the sum of all its entries, each taken once."""
+    mine = output.cumulative_logprob
+    if mine is None:
+        return
+    chosen = [entry[token] for token, entry in zip(output.token_ids, entries, strict=True)]
+    total = math.fsum(chosen)
+    # Adding n numbers in float32 errs by at most (n - 1) 2**-24 of the sum of their sizes (Higham,
+    # "Accuracy and Stability of Numerical Algorithms", section 4.2), and as much again may be lost
+    # where each was rounded.
+    noise = 2 * len(chosen) * 2.0**-24 * math.fsum(map(abs, chosen))
+    if not math.isclose(mine, total, rel_tol=0.0, abs_tol=noise):
+        listing.report(
+            Code.DEL_LOGPROBS,
+            None,
+            f"the cumulative log probability is {mine:g}, those of its {len(chosen)} tokens add up "
+            f"to {total:g}",
+            seq=seq,
+        )
 
 
 def _judge_prompt_logprobs(

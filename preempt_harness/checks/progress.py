@@ -377,7 +377,7 @@ def check_ends(trace: Trace) -> CheckResult:
         return listing.result("progress", "ends")
     aborted = {event.request for event in trace.of(Aborted)}
     aborted |= {item.request for item in trace.workload.operations if item.kind == "abort"}
-    turned_away = _turned_away(trace)
+    turned_away = {late.request for late in _who_found_the_queue_full(trace) if not late.has_run}
     let_go = aborted | {event.request for event in trace.of(Finished)}
     for request, spec in specs.items():
         if request in aborted:
@@ -422,28 +422,67 @@ def check_ends(trace: Trace) -> CheckResult:
     return listing.result("progress", "ends")
 
 
-def _turned_away(trace: Trace) -> set[str]:
-    """Requests that found the queue full when they arrived, and never ran: they may be refused.
+def has_queue_limit(header: Header) -> bool:
+    """Whether only so many requests may wait."""
+    return isinstance(header.config.get("max_waiting_requests"), int)
+
+
+def check_queue(trace: Trace) -> CheckResult:
+    """Who finds the queue full does not run, however it became full."""
+    listing = Listing()
+    limit = trace.header.config["max_waiting_requests"]
+    for late in _who_found_the_queue_full(trace):
+        listing.count("requests judged")
+        if late.has_run:
+            listing.report(
+                Code.PROG_QUEUE_LIMIT,
+                late.step,
+                f"{late.num_waiting} requests waited when it arrived, max_waiting_requests is "
+                f"{limit}, and it was taken in",
+                request=late.request,
+            )
+    return listing.result("progress", "queue")
+
+
+@dataclass(slots=True)
+class _Late:
+    """A request that found the queue full when it arrived.
+
+    Attributes:
+        request, step: who, and when.
+        num_waiting: so many waited.
+        has_run: it was given blocks all the same.
+    """
+
+    request: str
+    step: int
+    num_waiting: int
+    has_run: bool = False
+
+
+def _who_found_the_queue_full(trace: Trace) -> list[_Late]:
+    """Those who may be refused, and must be.
 
     Who waits is told from the log: who has arrived, or lost its blocks, and has none since.
     """
-    limit = trace.header.config.get("max_waiting_requests")
-    if not isinstance(limit, int):
-        return set()
+    if not has_queue_limit(trace.header):
+        return []
+    limit = trace.header.config["max_waiting_requests"]
     waiting: set[str] = set()
-    found_full: set[str] = set()
-    for event in trace.of(Arrived, BlocksAllocated, Preempted, Finished, Aborted):
+    found_full: dict[str, _Late] = {}
+    for event in trace.of(Arrived, BlocksAllocated, Preempted, Resumed, Finished, Aborted):
         if isinstance(event, BlocksAllocated):
             request = request_of(event.seq)
             waiting.discard(request)
-            found_full.discard(request)
-        elif isinstance(event, Finished | Aborted):
+            if request in found_full:
+                found_full[request].has_run = True
+        elif isinstance(event, Resumed | Finished | Aborted):
             waiting.discard(event.request)
         elif isinstance(event, Arrived) and len(waiting) >= limit:
-            found_full.add(event.request)
+            found_full[event.request] = _Late(event.request, event.step, len(waiting))
         else:
             waiting.add(event.request)
-    return found_full
+    return list(found_full.values())
 
 
 def why_infeasible(header: Header, spec: RequestSpec) -> str | None:

@@ -235,6 +235,13 @@ PARTS = (
     ),
     Part(check="progress", part="ends", judge=_plain(progress.check_ends)),
     Part(
+        check="progress",
+        part="queue",
+        needs=frozenset({"Arrived", "BlocksAllocated", "Preempted", "Resumed", "Finished"}),
+        applies=progress.has_queue_limit,
+        judge=_plain(progress.check_queue),
+    ),
+    Part(
         check="work",
         part="recompute",
         needs=frozenset({"Arrived", "Scheduled", "Preempted", "TokensDelivered"}),

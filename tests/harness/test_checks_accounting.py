@@ -12,12 +12,14 @@ from hypothesis import given, settings
 
 from preempt_harness.checks import Code, Finding, run_checks
 from preempt_harness.record import (
+    Aborted,
     Arrived,
     BlocksAllocated,
     BlocksFreed,
     Computed,
     Counters,
     Event,
+    Finished,
     PoolCounts,
     PoolState,
     Preempted,
@@ -312,6 +314,60 @@ def test_victim_that_is_scheduled_in_its_step_is_found(record: TrialRecord) -> N
             item for item in accounting(planted) if item.code == Code.ACC_PREEMPTED_SCHEDULED
         )
         assert (finding.step, finding.request) == (event.step, event.request)
+
+
+@pytest.mark.parametrize("back", [Resumed, Finished, Aborted])
+@pytest.mark.parametrize("who", ["r0", "r1"])
+def test_who_is_away_stays_so_when_another_comes_back_or_goes(back: type, who: str) -> None:
+    """Both were preempted; one of them comes back or ends, and then r0 is scheduled."""
+    record = run_fake(make_workload([6, 6], max_tokens=12), num_blocks=20)
+    others = {Resumed: Resumed(2, who, 0), Finished: Finished(2, who, "length")}
+    record.events = [
+        *(Arrived(0, name, [1] * 6, 12) for name in ("r0", "r1")),
+        *(Preempted(1, name, "recompute", "decode", "forced", 0, 6) for name in ("r0", "r1")),
+        others.get(back, Aborted(2, who)),
+        Scheduled(3, "r0.0", 0, 6),
+    ]
+    found = [item.request for item in accounting(record) if item.code == SCHEDULED]
+    assert found == ([] if who == "r0" else ["r0"])
+
+
+SCHEDULED = Code.ACC_PREEMPTED_SCHEDULED
+
+
+@pytest.mark.parametrize(("count", "wrong"), [(6, True), (7, True), (8, False), (10, False)])
+def test_a_row_of_drafts_alone_computes_at_least_its_first(count: int, wrong: bool) -> None:
+    """Positions [7, 10) were scheduled while 6 tokens were known."""
+    record = run_fake(make_workload([6], max_tokens=12), num_blocks=20)
+    record.events = [
+        Arrived(0, "r0", [1] * 6, 12),
+        BlocksAllocated(0, "r0.0", [0, 1, 2]),
+        Scheduled(1, "r0.0", 7, 10),
+        StepDone(1),
+        Preempted(2, "r0", "recompute", "decode", "forced", count, 6),
+        BlocksFreed(2, "r0.0", [2, 1, 0]),
+    ]
+    found = [item.code for item in accounting(record)]
+    assert (Code.ACC_PREEMPTED_COUNT in found) == wrong
+
+
+def test_a_worker_without_the_last_block_is_found_and_one_with_more_is_not_asked() -> None:
+    """Entry 1 is missing at the worker, or at the scheduler; one that is not read is nobody's."""
+    for mine, theirs, words in (
+        ([0, 1], [0], "table is missing, the scheduler's is 1"),
+        ([0], [0, 1], "table is 1, the scheduler's is missing"),
+        ([0, 1], [0, 1, 2], ""),
+    ):
+        record = run_fake(make_workload([6], max_tokens=12), num_blocks=20, block_size=4)
+        record.events = [
+            Arrived(0, "r0", [1] * 6, 12),
+            BlocksAllocated(0, "r0.0", mine),
+            Scheduled(0, "r0.0", 0, 6),
+            Computed(0, 0, "r0.0", 0, [1] * 6, [0, 1, 2, 3, 4, 5], 0, theirs, 6),
+            StepDone(0),
+        ]
+        found = [item for item in accounting(record) if item.code == Code.ACC_WORKER_TABLE]
+        assert [words in item.message for item in found] == [True] * bool(words)
 
 
 def test_a_victim_may_have_kept_some_of_its_drafts() -> None:

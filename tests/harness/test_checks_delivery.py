@@ -73,6 +73,7 @@ def test_repeated_piece_is_found_at_its_place(record: TrialRecord) -> None:
     assert finding.code == Code.DEL_TOKEN_REPEATED
     assert (finding.request, finding.sequence) == ("r1", "r1.0")
     assert finding.position == 3
+    assert f"tokens {record.events[index].token_ids} are delivered" in finding.message
 
 
 def test_lost_piece_is_found_at_its_place(record: TrialRecord) -> None:
@@ -129,6 +130,7 @@ def test_pieces_without_their_log_probabilities_are_found(record: TrialRecord) -
     record.events[indices[2]] = replace(record.events[indices[2]], logprobs=None)
     (finding,) = delivery(record)
     assert (finding.code, finding.position) == (Code.DEL_LOGPROBS, 6 + 2)
+    assert finding.step == record.events[indices[-1]].step
     for index in indices:  # a stream that never carries any is another engine's way
         record.events[index] = replace(record.events[index], logprobs=None)
     assert codes(record) == []
@@ -167,6 +169,34 @@ def test_log_probabilities_without_the_chosen_token_are_found(record: TrialRecor
     change_output(record, "r0", logprobs=[*output.logprobs[:-1], {99: -1.0}])
     finding = delivery(record)[0]
     assert (finding.code, finding.position) == (Code.DEL_LOGPROBS, 6 + 5)
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_a_sum_of_log_probabilities_with_a_token_lost_or_twice_is_found(
+    record: TrialRecord, times: int
+) -> None:
+    output = record.results["r0"].outputs[0]
+    each = [{token: -0.1 * (index + 1)} for index, token in enumerate(output.token_ids)]
+    for index, entry in zip(pieces(record, "r0.0"), each, strict=True):
+        record.events[index] = replace(record.events[index], logprobs=[entry])
+    rounding = 1e-8
+    first = each[0][output.token_ids[0]]
+    total = sum(sum(entry.values()) for entry in each) + (times - 1) * first + rounding
+    change_output(record, "r0", logprobs=each, cumulative_logprob=total)
+    assert codes(record) == ([] if times == 1 else [Code.DEL_LOGPROBS])
+
+
+@pytest.mark.parametrize("share", [0.9, -0.9, 1.1, -1.1])
+def test_a_sum_of_log_probabilities_may_be_off_by_what_float32_loses(
+    record: TrialRecord, share: float
+) -> None:
+    output = record.results["r0"].outputs[0]
+    each = [{token: -1.0} for token in output.token_ids]
+    for index, entry in zip(pieces(record, "r0.0"), each, strict=True):
+        record.events[index] = replace(record.events[index], logprobs=[entry])
+    total = -6.0 + share * 2 * 6 * 2.0**-24 * 6.0
+    change_output(record, "r0", logprobs=each, cumulative_logprob=total)
+    assert codes(record) == ([] if abs(share) < 1 else [Code.DEL_LOGPROBS])
 
 
 @pytest.mark.parametrize(
@@ -328,6 +358,59 @@ def test_model_or_pool_may_end_a_request_by_length() -> None:
     assert outcome(SamplingSpec(max_tokens=9), output, max_total_tokens=9) == [
         Code.DEL_FINISH_REASON
     ]
+
+
+@pytest.mark.parametrize(("num_outputs", "is_full"), [(9, False), (10, True)])
+def test_branches_divide_what_the_pool_has_beyond_the_full_blocks_of_the_prompt(
+    num_outputs: int, is_full: bool
+) -> None:
+    """Of 10 blocks of 4 one may be kept and 3 are the prompt's: 3 more for each of two branches."""
+    sampling = SamplingSpec(n=2, temperature=1.0, max_tokens=99)
+    made = run_fake(make_workload([2], max_tokens=1))
+    made.header = replace(
+        made.header,
+        workload=Workload(
+            requests=[RequestSpec(id="r0", prompt_token_ids=[1] * 14, sampling=sampling)]
+        ).to_builtins(),
+        observed=[],
+        num_blocks=10,
+        block_size=4,
+        max_total_tokens=24,  # of a request of one branch, so not what is judged by
+    )
+    output = SequenceOutput(token_ids=[4] * num_outputs, finish_reason="length")
+    made.results = {"r0": RequestResult(outputs=[output, output], finished=True)}
+    made.baseline = None
+    found = [finding.code for finding in delivery(made)]
+    assert found == ([] if is_full else [Code.DEL_FINISH_REASON] * 2)
+
+
+def test_other_tokens_may_be_another_text_and_end_otherwise(record: TrialRecord) -> None:
+    """Whether they may be other tokens is for another check."""
+    assert record.baseline is not None
+    other = replace(record.baseline.results["r1"].outputs[0], text="?", finish_reason="stop")
+    longer = replace(other, token_ids=[*other.token_ids, 9])
+    record.baseline.results["r1"] = replace(record.baseline.results["r1"], outputs=[longer])
+    assert codes(record) == []
+    record.baseline.results["r1"] = replace(
+        record.baseline.results["r1"], outputs=[replace(other, finish_reason="length")]
+    )
+    assert codes(record) == [Code.DEL_TEXT]
+
+
+@pytest.mark.parametrize("given_up", [True, False])
+def test_who_is_given_up_in_its_prefill_has_the_beginning_of_its_prompts_log_probabilities(
+    record: TrialRecord, given_up: bool
+) -> None:
+    spec = record.header.workload["requests"][0]
+    spec["sampling"]["prompt_logprobs"] = 0
+    record.baseline = None
+    beginning = [None, *({token: -1.0} for token in spec["prompt_token_ids"][1:3])]
+    result = replace(record.results["r0"], prompt_logprobs=beginning)
+    if given_up:
+        record.events.append(Aborted(99, "r0"))
+        result = replace(result, outputs=[replace(result.outputs[0], finish_reason="abort")])
+    record.results["r0"] = result
+    assert codes(record) == ([] if given_up else [Code.DEL_LOGPROBS])
 
 
 def test_aborted_request_may_have_any_prefix_and_no_result() -> None:

@@ -12,6 +12,7 @@ from preempt_harness.checks import Code, Finding, run_checks
 from preempt_harness.checks.progress import step_bounds, why_infeasible
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.record import (
+    Aborted,
     Arrived,
     BlocksAllocated,
     EngineError,
@@ -353,6 +354,51 @@ def test_who_finds_room_in_the_queue_or_has_run_may_not_be_refused() -> None:
     ran = BlocksAllocated(0, "r0.0", [0, 1])
     assert refused(R0, ran, R1) == [Code.PROG_UNDUE_ERROR]
     assert refused(R0, R1, BlocksAllocated(2, "r1.0", [2, 3])) == [Code.PROG_UNDUE_ERROR]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+@pytest.mark.parametrize("num_waiting", [0, 1, 2, 3])
+def test_who_finds_the_queue_full_may_not_run(limit: int, num_waiting: int) -> None:
+    """Others arrive, run, and so many of them lose their blocks: also more than may wait."""
+    others = [f"r{index}" for index in range(3)]
+    record = run_fake(make_workload([6, 9, 6, 6], max_tokens=6), num_blocks=12)
+    record.header = replace(
+        record.header, config={**record.header.config, "max_waiting_requests": limit}
+    )
+    record.events = []
+    for index, name in enumerate(others):
+        record.events += [Arrived(0, name, [1], 6), BlocksAllocated(0, f"{name}.0", [index])]
+    record.events += [
+        Preempted(1, name, "recompute", "decode", "forced", 6, 7) for name in others[:num_waiting]
+    ]
+    record.events += [Arrived(2, "r3", [1], 6), BlocksAllocated(3, "r3.0", [5])]
+    findings = run_checks(record, ["progress"]).findings
+    found = [(item.code, item.request, item.step) for item in findings if item.request == "r3"]
+    full = (Code.PROG_QUEUE_LIMIT, "r3", 2) in found
+    assert full == (num_waiting >= limit)
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        Resumed(2, "r0", 0),
+        BlocksAllocated(2, "r0.0", [0]),
+        Finished(2, "r0", "length"),
+        Aborted(2, "r0"),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_who_has_come_back_or_gone_fills_no_queue(back: Event) -> None:
+    record = run_fake(make_workload([6, 9], max_tokens=6), num_blocks=8)
+    record.header = replace(
+        record.header, config={**record.header.config, "max_waiting_requests": 1}
+    )
+    lost = Preempted(1, "r0", "swap", "decode", "forced", 6, 7)
+    taken = BlocksAllocated(4, "r1.0", [2])
+    for events, expected in (([lost, R1, taken], 1), ([lost, back, R1, taken], 0)):
+        record.events = [R0, BlocksAllocated(0, "r0.0", [0, 1]), *events]
+        codes = [item.code for item in run_checks(record, ["progress"]).findings]
+        assert codes.count(Code.PROG_QUEUE_LIMIT) == expected
 
 
 @pytest.mark.parametrize(("length", "feasible"), [(32, True), (33, False)])

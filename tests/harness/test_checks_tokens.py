@@ -16,7 +16,7 @@ from preempt_harness.checks import (
     compare_tokens,
     run_checks,
 )
-from preempt_harness.record import Score, TrialRecord
+from preempt_harness.record import Aborted, Score, TrialRecord
 from preempt_harness.workload import Operation, Workload
 
 replace = msgspec.structs.replace
@@ -216,6 +216,21 @@ def test_aborted_requests_compare_by_prefix() -> None:
     assert verdict(record) == TokenVerdict.EQUAL
     change_token(record)
     assert finding(record).code == Code.TOK_DIVERGED
+
+
+@pytest.mark.parametrize("which", ["run", "baseline", "neither"])
+def test_an_abort_of_either_run_explains_a_shorter_output(which: str) -> None:
+    record = make_record()
+    assert record.baseline is not None
+    results = record.baseline.results if which == "baseline" else record.results
+    output = results["r0"].outputs[0]
+    reason = "abort" if which == "baseline" else output.finish_reason
+    shorter = replace(output, token_ids=output.token_ids[:3], finish_reason=reason)
+    results["r0"] = replace(results["r0"], outputs=[shorter], finished=True)
+    if which == "run":
+        record.events.append(Aborted(4, "r0"))
+    (comparison,) = compare_tokens(record, TOLERANCE)
+    assert (comparison.verdict == TokenVerdict.EQUAL) == (which != "neither")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from msgspec.structs import replace
 
@@ -300,6 +302,58 @@ def test_block_ids_outside_the_pool_are_found(history: History, event: Event) ->
     assert history.codes() == [Code.KVSAN_ID_RANGE]
 
 
+# Places -------------------------------------------------------------------------------------------
+
+
+def test_a_block_that_is_not_its_own_is_found_at_its_first_position(history: History) -> None:
+    history.deliver("r0.0", 6)
+    history.compute("r0.0", 5, [6], [0, 7])
+    finding = next(item for item in history.findings() if item.block == 7)
+    assert (finding.code, finding.position) == (Code.KVSAN_USE_AFTER_FREE, SIZE)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_a_bad_read_is_found_at_its_position_at_any_block_size(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second block is replaced by that of another prompt, which differs in its last token."""
+    monkeypatch.setattr(sys.modules[__name__], "SIZE", size)
+    made = History()
+    own = list(range(1, 2 * size + 1))
+    for request, tokens, table in (
+        ("r0", own, [0, 1]),
+        ("r1", [*own[:-1], 99], [2, 3]),
+    ):
+        made.arrive(request, tokens)
+        made.allocate(f"{request}.0", table)
+        made.compute(f"{request}.0", 0, tokens, table)
+    made.done()
+    made.emit(WorkerCopied(1, 0, [(3, 1)]))
+    made.deliver("r0.0", 50)
+    made.allocate("r0.0", [4])
+    made.compute("r0.0", 2 * size, [50], [0, 1, 4])
+    (finding,) = made.findings()
+    assert (finding.code, finding.position) == (Code.KVSAN_STALE_READ, 2 * size - 1)
+
+
+def test_the_first_owner_may_not_write_anew_what_others_have_found(history: History) -> None:
+    history.arrive("r1", [1, 2, 3, 4, 9])
+    history.allocate("r1.0", [0, 2], num_cached=1)
+    history.compute("r1.0", 4, [9], [0, 2])
+    history.done()
+    history.compute("r0.0", 1, [77], [0, 1])
+    assert Code.KVSAN_SHARED_WRITE in history.codes()
+
+
+@pytest.mark.parametrize("block", [9, 10, 11, 100])
+def test_a_table_that_names_a_block_beyond_the_pool_is_found_in_a_decode(
+    history: History, block: int
+) -> None:
+    history.deliver("r0.0", 6)
+    history.compute("r0.0", 5, [6], [0, block])
+    assert (Code.KVSAN_ID_RANGE in history.codes()) == (block >= 10)
+
+
 # Odd logs -----------------------------------------------------------------------------------------
 
 
@@ -311,6 +365,12 @@ def test_missing_and_surplus_slots_are_wrong_slots(history: History) -> None:
     surplus.allocate("r0.0", [0])
     surplus.emit(Computed(0, 0, "r0.0", 0, [1], [0, 1], 0, [0], 1))
     assert surplus.codes() == [Code.KVSAN_WRONG_SLOT]
+
+
+def test_a_slot_missing_of_tokens_that_are_known_is_a_wrong_slot(history: History) -> None:
+    history.deliver("r0.0", 6, 7)
+    history.emit(Computed(1, 0, "r0.0", 5, [6, 7], [5], 2, [], 7))
+    assert Code.KVSAN_WRONG_SLOT in history.codes()
 
 
 def test_granted_block_that_never_reaches_the_worker_is_found() -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from benchmarks.mutant_judge import Change, Group, Job, Verdict, new_codes
+from benchmarks.mutation import TARGETS
 
 MODULE = """\
 LIMIT = 3
@@ -126,16 +127,17 @@ def test_verdicts(tmp_path: Path) -> None:
     """Of changes in functions and outside; the file is in the end as it was."""
     (tmp_path / "module.py").write_text(MODULE)
     (tmp_path / "test_module.py").write_text(TESTS)
-    changes = {
-        "number * factor": "number - factor",
-        "number + 1": "number - 1",
-        ">= LIMIT": "> LIMIT",
-        "made.count += 1": "made.count -= 1",
-        "start = 0": "start = undefined",
-    }
+    changes = (
+        ("number * factor", "number - factor"),
+        ("number + 1", "number - 1"),
+        (">= LIMIT", "> LIMIT"),
+        ("made.count += 1", "made.count -= 1"),
+        ("start = 0", "start = undefined"),
+        ("number * factor", "len(bytearray(2**33)) and number * factor"),  # more than it may have
+    )
     job = Job(
         groups=[Group("tests", ["test_module.py"])],
-        changes=[Change("module.py", MODULE.replace(*change)) for change in changes.items()],
+        changes=[Change("module.py", MODULE.replace(*change)) for change in changes],
         arguments=["-W", "ignore"],
         verdicts=str(tmp_path / "verdicts"),
         slack_s=0.5,
@@ -159,7 +161,23 @@ def test_verdicts(tmp_path: Path) -> None:
         "killed",
         "timeout",
         "killed",
+        "killed",
     ]
-    assert [verdict.group for verdict in verdicts] == ["tests", "", "tests", "tests", "import"]
+    groups = [verdict.group for verdict in verdicts]
+    assert groups == ["tests", "", "tests", "tests", "import", "tests"]
     assert verdicts[2].test == verdicts[3].test == "test_module.py::test_full"
     assert (tmp_path / "module.py").read_text() == MODULE
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_target_names_files_that_are_there_each_once(name: str) -> None:
+    target = TARGETS[name]
+    for paths in (target.modules, target.tests):
+        assert paths
+        assert all(Path(path).is_file() for path in paths)
+    assert len(set(target.modules)) == len(target.modules)
+
+
+def test_no_module_is_of_two_targets() -> None:
+    modules = [module for target in TARGETS.values() for module in target.modules]
+    assert len(set(modules)) == len(modules)

@@ -107,6 +107,7 @@ def test_branches_and_log_probabilities(install: Install) -> None:
     logprobs = result.outputs[1].logprobs
     assert logprobs is not None
     assert logprobs[0][result.outputs[1].token_ids[0]] == -0.25
+    assert result.outputs[1].cumulative_logprob == -0.25 * len(logprobs)
     assert result.prompt_logprobs is not None
     assert result.prompt_logprobs[0] is None
     assert len(result.prompt_logprobs) == 20

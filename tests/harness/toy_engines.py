@@ -124,6 +124,7 @@ class ToyLLMEngine:
                     index=index,
                     token_ids=shown,
                     logprobs=logprobs if getattr(params, "logprobs", None) else None,
+                    cumulative_logprob=_sum_of_chosen(logprobs, shown),
                     finish_reason="length" if is_last else None,
                     stop_reason=None,
                 )
@@ -143,6 +144,17 @@ class ToyLLMEngine:
             num_cached_tokens=3,
             prompt_logprobs=prompt_logprobs,
         )
+
+
+def _sum_of_chosen(
+    logprobs: list[dict[int, SimpleNamespace]], token_ids: list[int]
+) -> float | None:
+    try:
+        return float(
+            sum(entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True))
+        )
+    except KeyError:  # spoilt
+        return None
 
 
 def _as_vllm(logprobs: dict[int, float]) -> dict[int, SimpleNamespace]:
