@@ -16,6 +16,7 @@ from preempt_harness.checks import (
     _accounting_reset,
     _accounting_schedule,
     _accounting_worker,
+    _progress_precedence,
     _work_drafts,
     crash,
     delivery,
@@ -231,6 +232,13 @@ PARTS = (
         part="order",
         needs=frozenset({"Arrived", "Preempted", "Resumed"}),
         judge=_plain(progress.check_order),
+    ),
+    Part(
+        check="progress",
+        part="precedence",
+        needs=frozenset({"Arrived", "BlocksAllocated", "Finished", "Preempted"}),
+        applies=_progress_precedence.promises_order,
+        judge=_plain(_progress_precedence.check_precedence),
     ),
     Part(check="progress", part="ends", judge=_plain(progress.check_ends)),
     Part(
