@@ -18,6 +18,8 @@ from preempt_harness.checks import (
     _accounting_worker,
     _progress_precedence,
     _work_drafts,
+    _work_idle,
+    _work_swap,
     crash,
     delivery,
     kvsan,
@@ -258,6 +260,22 @@ PARTS = (
         part="victims",
         needs=frozenset({"BlocksAllocated", "BlocksFreed", "Preempted"}),
         judge=_plain(work.check_vain),
+    ),
+    Part(
+        check="work",
+        part="idle room",
+        needs=frozenset(
+            {"Arrived", "BlocksAllocated", "BlocksFreed", "PoolCounts", "Preempted", "Scheduled"}
+        ),
+        applies=_work_idle.admits_when_it_can,
+        judge=_plain(_work_idle.check_idle),
+    ),
+    Part(
+        check="work",
+        part="swaps",
+        needs=frozenset({"BlocksAllocated", "BlocksFreed", "Preempted", "SwappedOut", "SwappedIn"}),
+        applies=_work_swap.swaps_by_itself,
+        judge=_plain(_work_swap.check_swaps),
     ),
     Part(
         check="work",
