@@ -94,3 +94,22 @@ def test_a_victim_gives_its_scheduled_tokens_back(preempt: PreemptHarness) -> No
     result.assert_preempted()
     result.assert_matches_baseline()
     result.assert_clean()
+
+
+@pytest.mark.preempt_requires("stepped")
+def test_a_victim_keeps_its_priority(preempt: PreemptHarness) -> None:
+    """It returns before those of its own priority that came after it, though they would fit."""
+    block = block_size(preempt)
+    workload = together(
+        urgent(request(preempt, "older", 2 * block, 6 * block), 1),
+        urgent(request(preempt, "victim", 3 * block, 5 * block), 2),
+        urgent(request(preempt, "urgent", 4 * block, 2 * block, arrival_step=4), 0),
+        [
+            urgent(request(preempt, f"later{i}", block, 3 * block, arrival_step=5), 2)
+            for i in range(2)
+        ],
+    )
+    result = preempt.run(workload, 10, block_size=block, scheduling_policy="priority")
+    result.assert_preempted(request="victim")
+    result.assert_matches_baseline()
+    result.assert_clean()

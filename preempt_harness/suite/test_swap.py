@@ -237,3 +237,23 @@ def test_one_goes_out_in_the_step_in_which_another_comes_back(preempt: PreemptHa
     result.assert_preempted(request="calm1")
     result.assert_matches_baseline()
     result.assert_clean()
+
+
+@FORCED
+@pytest.mark.preempt_requires("parallel_sampling", "sampling")
+def test_branches_that_fit_on_the_host_as_they_share(preempt: PreemptHarness) -> None:
+    """Shared blocks are kept once: three branches of a long prompt need little more than one."""
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "first", 4 * block, 4 * block),
+        request(preempt, "victim", 4 * block, 3 * block, n=3, temperature=1.0, seed=5),
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt:victim@step={block}:swap",
+        block_size=block,
+        options=space(4 + 3),
+    )
+    result.assert_preempted(request="victim", mode="swap")
+    result.assert_matches_baseline()
+    result.assert_clean()
