@@ -323,7 +323,7 @@ def test_black_box_engine_is_judged_by_its_results_only(record: TrialRecord) -> 
     assert report.of("delivery")[1].counted == {"results judged": 2}
 
 
-# The sum, the score and the stream of an output ----------------------------------------------------
+# The sum, the score and the stream of an output ---------------------------------------------------
 
 
 def test_a_sum_of_log_probabilities_that_began_again_is_found(record: TrialRecord) -> None:
