@@ -1,4 +1,4 @@
-"""Work: nobody waits in a step that has room for the next in the queue.
+"""Work: nobody waits in a step that has room for the next in the queue, nor goes for one who fits.
 
 For engines that promise `strict_order`, since only then the next is known. Room is counted on the
 safe side, with what the log tells of the step:
@@ -110,6 +110,8 @@ class _Idle:
             self._num_arrived += 1
             self._waiting[event.request] = self._blocks(len(event.prompt_token_ids))
         elif isinstance(event, Preempted):
+            if event.reason == "priority":
+                self._judge_eviction(event)
             self._is_excused = True
             self._victims.add(event.request)
             num_branches = self._num_branches(event.request)
@@ -188,6 +190,33 @@ class _Idle:
                 f"taken, and {self._num_tokens} of {budget} tokens are computed",
                 once=request,
                 request=request,
+            )
+
+    def _judge_eviction(self, event: Preempted) -> None:
+        """Whether the more urgent one, the next in the queue, fits beside all that run.
+
+        Each of their branches may take a block more in this step, and one for a copy.
+        """
+        before, most = self._pool, self._header.config.get("max_num_seqs")
+        if self._is_excused or before is None or before.held or not self._waiting:
+            return
+        newcomer = min(self._waiting, key=self._precedence.__getitem__)
+        running = {request_of(seq) for seq in self._tables.leases}
+        num_branches = sum(map(self._num_branches, running))
+        places = self._num_branches(newcomer) + num_branches
+        num_free = before.free + before.cached - self._num_taken
+        num_blocks = self._waiting[newcomer] + self._num_spare(newcomer) + 2 * num_branches
+        self.listing.count("evictions judged")
+        if newcomer in self._swapped or not isinstance(most, int):
+            return
+        if places <= most and num_blocks <= num_free:
+            self.listing.report(
+                Code.WORK_VAIN,
+                event.step,
+                f"it is preempted for {newcomer}, which fits beside it: {num_free} blocks are "
+                f"free, and it and all that run take {num_blocks} at most",
+                once=event.request,
+                request=event.request,
             )
 
     def _num_spare(self, request: str) -> int:

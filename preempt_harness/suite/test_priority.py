@@ -113,3 +113,24 @@ def test_a_victim_keeps_its_priority(preempt: PreemptHarness) -> None:
     result.assert_preempted(request="victim")
     result.assert_matches_baseline()
     result.assert_clean()
+
+
+@pytest.mark.preempt_requires("prefix_caching", "stepped")
+def test_cached_blocks_are_room_for_the_urgent(preempt: PreemptHarness) -> None:
+    """Nobody has to go for one that fits, although every block holds something."""
+    block = block_size(preempt)
+    workload = together(
+        urgent(request(preempt, "before", 8 * block, block), 1),
+        urgent(request(preempt, "calm", 2 * block, 6 * block, arrival_step=2), 2),
+        urgent(request(preempt, "urgent", 4 * block, block, arrival_step=2 * block + 2), 0),
+    )
+    result = preempt.run(
+        workload,
+        13,
+        block_size=block,
+        scheduling_policy="priority",
+        enable_prefix_caching=True,
+        expect_preemption=False,
+    )
+    result.assert_matches_baseline()
+    result.assert_clean()
