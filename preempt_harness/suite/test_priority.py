@@ -134,3 +134,20 @@ def test_cached_blocks_are_room_for_the_urgent(preempt: PreemptHarness) -> None:
     )
     result.assert_matches_baseline()
     result.assert_clean()
+
+
+@pytest.mark.preempt_requires("set_priority", "stepped")
+@pytest.mark.parametrize("step", [2, 6])
+def test_who_has_become_the_least_urgent_is_the_next_victim(
+    preempt: PreemptHarness, step: int
+) -> None:
+    block = block_size(preempt)
+    requests = [urgent(request(preempt, f"r{i}", block + i, 6 * block), 1) for i in range(3)]
+    workload = Workload(
+        requests=requests,
+        operations=[Operation(kind="set_priority", step=step, request="r0", priority=2)],
+    )
+    result = preempt.run(workload, "tight", block_size=block, scheduling_policy="priority")
+    result.assert_preempted(request="r0")
+    result.assert_matches_baseline()
+    result.assert_clean()
