@@ -146,4 +146,20 @@ FAULTS = (
         ),
         needs=_SEVERAL | {"chunked_prefill"},
     ),
+    Fault(
+        name="second-victim-frees-what-the-first-copies",
+        mechanism="blocks that two victims of a step share are free though one is being copied out",
+        source="mechanism",
+        expected=("KVSAN", "TOK"),
+        patches=(
+            Patch(
+                "preempt_engine.residency:Residency.preempt",
+                "fence = step.step_id if step.swap_out else self.step_in_flight",
+                "fence = (\n"
+                "    step.step_id if step.swap_out and not reached() else self.step_in_flight\n"
+                ")",
+            ),
+        ),
+        needs=frozenset({"swap", "prefix_caching"}),
+    ),
 )
