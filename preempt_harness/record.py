@@ -375,10 +375,25 @@ COUNTER_NAMES = (
 )
 
 
+class StreamedOutput(msgspec.Struct, frozen=True):
+    """What a user got who had one branch streamed: all deltas together.
+
+    `num_ends` counts the deltas with a finish reason, `num_logprobs` the entries of log
+    probabilities, None when the deltas have none.
+    """
+
+    token_ids: list[int]
+    text: str
+    num_ends: int
+    num_logprobs: int | None = None
+
+
 class SequenceOutput(msgspec.Struct, frozen=True):
     """What the user got for one branch of one request.
 
-    `cumulative_logprob` is the engine's own sum over the chosen tokens, None when not reported.
+    `cumulative_logprob` is the engine's own sum over the chosen tokens, `score` that by which the
+    results of a beam search are ranked; None when the engine does not tell. `streamed` is what the
+    engine's own way of streaming handed out of the same branch, None when it was not read.
     """
 
     token_ids: list[int]
@@ -387,6 +402,8 @@ class SequenceOutput(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     cumulative_logprob: float | None = None
+    score: float | None = None
+    streamed: StreamedOutput | None = None
 
 
 class RequestResult(msgspec.Struct, frozen=True):

@@ -74,7 +74,7 @@ class Delivery:
         """Assert that no request has left anything behind, when all have ended."""
         assert not self._builders, f"requests {list(self._builders)} ended and are still built"
         assert not self._searches, f"searches {list(self._searches)} ended and are kept"
-        assert not self._states, "requests ended and their processors are kept"
+        self._states.check_nothing_is_left()
         self.prompts.check_nothing_is_left()
 
     def deliver(

@@ -532,6 +532,11 @@ class LLM:
                 "Finish or abort the requests, call step() for the outputs, and hold_blocks(0).",
             )
         self._delivery.check_nothing_is_left()
+        dropped = self.scheduler.residency.dropped  # workers are told with the next step
+        kept = set(self._executor.known_keys()).difference(dropped)
+        assert not kept, f"sequences {sorted(map(str, kept))} ended and the workers keep them"
+        if self._speculator is not None:
+            self._speculator.check_nothing_is_left(dropped)
         self.scheduler.check_integrity()
         counts = self.scheduler.pool_counts()
         assert counts.free + counts.cached == counts.num_blocks, f"blocks leaked: {counts}"

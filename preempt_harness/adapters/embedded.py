@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +16,7 @@ import msgspec
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.embedded_arguments import engine_params, llm_arguments
 from preempt_harness.adapters.embedded_pool import EnginePool
+from preempt_harness.adapters.embedded_streams import Streams
 from preempt_harness.adapters.protocol import EngineSettings, KnownIssue, SessionInfo
 from preempt_harness.admission import AdmissionModel
 from preempt_harness.record import (
@@ -24,6 +25,7 @@ from preempt_harness.record import (
     RequestResult,
     Score,
     SequenceOutput,
+    StreamedOutput,
 )
 from preempt_harness.workload import RequestSpec, SamplingSpec
 
@@ -162,6 +164,7 @@ class EmbeddedSession:
         self._observer = RecordingObserver(pool_every=pool_every)
         self.llm.set_observer(self._observer)
         self._outputs: dict[str, RequestOutput] = {}
+        self._streams = Streams()
         self._unfinished: set[str] = set()
         self.info = SessionInfo(
             config={
@@ -212,7 +215,10 @@ class EmbeddedSession:
 
     def results(self) -> dict[str, RequestResult]:
         """Results of all requests that gave anything."""
-        return {request: _result(output) for request, output in self._outputs.items()}
+        return {
+            request: _result(output, self._streams.of(request))
+            for request, output in self._outputs.items()
+        }
 
     def close(self) -> Sequence[AnyEvent]:
         """Let the engine go; the last event is the final state of the pool.
@@ -268,6 +274,7 @@ class EmbeddedSession:
 
     def _take(self, output: RequestOutput) -> None:
         self._outputs[output.request_id] = output
+        self._streams.read(output)
         if output.finished:
             self._unfinished.discard(output.request_id)
 
@@ -304,7 +311,7 @@ def _tokenizer(directory: Path) -> HFTokenizer:
     return HFTokenizer(directory)
 
 
-def _result(output: RequestOutput) -> RequestResult:
+def _result(output: RequestOutput, streamed: Mapping[int, StreamedOutput]) -> RequestResult:
     return RequestResult(
         outputs=[
             SequenceOutput(
@@ -314,6 +321,8 @@ def _result(output: RequestOutput) -> RequestResult:
                 finish_reason=branch.finish_reason,
                 stop_reason=branch.stop_reason,
                 cumulative_logprob=branch.cumulative_logprob,
+                score=branch.score,
+                streamed=streamed.get(branch.index),
             )
             for branch in output.outputs
         ],

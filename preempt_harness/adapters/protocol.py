@@ -31,6 +31,7 @@ SWAP = "swap"  # preempts by swap
 PREFIX_CACHING = "prefix_caching"
 CHUNKED_PREFILL = "chunked_prefill"
 MIXED_STEPS = "mixed_steps"  # a step decodes and prefills, each request as far as the budget goes
+STRICT_ORDER = "strict_order"  # by priority and arrival: who is let in, who keeps its blocks
 SAMPLING = "sampling"  # temperature, top-k, top-p, seed
 LOGPROBS = "logprobs"
 STOP_STRINGS = "stop_strings"
@@ -75,6 +76,7 @@ CAPABILITIES = frozenset(
         PREFIX_CACHING,
         CHUNKED_PREFILL,
         MIXED_STEPS,
+        STRICT_ORDER,
         SAMPLING,
         LOGPROBS,
         STOP_STRINGS,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.trace import Batch, ComputedRows, Trace
 from preempt_harness.record import (
@@ -80,11 +82,10 @@ class _Resets:
             self._running.discard(event.request)
             self._kept.discard(event.request)
         elif isinstance(event, BlocksCopied):
-            for _, block in event.pairs:  # what came there is as old as its source
-                self._written_in.pop(block, None)
+            # What came there is as old as its source; all sources are read first.
+            _move(self._written_in, self._written_in, event.pairs)
         elif isinstance(event, SwappedOut):
-            for block, host in event.pairs:
-                self._host_written_in[host] = self._written_in.get(block, event.step)
+            _move(self._written_in, self._host_written_in, event.pairs)
         elif isinstance(event, SwappedIn):
             self._swap_in(event)
         elif isinstance(event, BlocksAllocated):
@@ -115,8 +116,8 @@ class _Resets:
             self._written_in.update((slot // self._size, row.step) for slot in row.written_slots)
 
     def _swap_in(self, event: SwappedIn) -> None:
+        _move(self._host_written_in, self._written_in, event.pairs)
         for host, block in event.pairs:
-            self._written_in.pop(block, None)
             written = self._host_written_in.get(host, event.step)
             if written < self._running_reset_in:
                 self.listing.report(
@@ -157,3 +158,13 @@ def _resets_asked_for(trace: Trace) -> list[str]:
     """Kinds of the workload's resets, in the order in which they are carried out."""
     operations = sorted(trace.workload.operations, key=lambda item: item.step)
     return [item.kind for item in operations if item.kind.startswith("reset")]
+
+
+def _move(
+    sources: dict[int, int], targets: dict[int, int], pairs: Iterable[tuple[int, int]]
+) -> None:
+    """The content of a source, as old as it is, is now that of its target as well."""
+    for target, written in [(target, sources.get(source)) for source, target in pairs]:
+        targets.pop(target, None)
+        if written is not None:
+            targets[target] = written

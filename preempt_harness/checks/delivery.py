@@ -223,13 +223,17 @@ def check_results(trace: Trace) -> CheckResult:
         for branch, output in enumerate(result.outputs):
             seq = f"{request}.{branch}"
             _judge_logprobs(seq, spec, output, listing)
+            _judge_streamed(seq, output, result.finished, listing)
             _judge_length(seq, record.header, spec, output, listing)
             _judge_stops(seq, record.header, spec, output, listing)
             for what in _wrong_finish(record.header, spec, result, output, request in aborted):
                 listing.report(Code.DEL_FINISH_REASON, None, what, seq=seq, once=seq)
             if baseline is not None and branch < len(baseline.outputs):
                 cut_short = request in aborted or was_aborted(baseline) or bool(result.error)
-                _compare_finish(seq, output, baseline.outputs[branch], cut_short, listing)
+                reference = baseline.outputs[branch]
+                _compare_finish(seq, output, reference, cut_short, listing)
+                if record.header.batch_invariant and not cut_short:
+                    _compare_score(seq, output, reference, listing)
     return listing.result("delivery", "results")
 
 
@@ -294,6 +298,53 @@ def _judge_sum(
             None,
             f"the cumulative log probability is {mine:g}, those of its {len(chosen)} tokens add up "
             f"to {total:g}",
+            seq=seq,
+        )
+
+
+def _judge_streamed(seq: str, output: SequenceOutput, finished: bool, listing: Listing) -> None:
+    """What was streamed is the output: nothing twice, nothing left out, and one end."""
+    streamed = output.streamed
+    if streamed is None:
+        return
+    listing.count("streamed outputs judged")
+    index = first_difference(streamed.token_ids, output.token_ids)
+    at = first_difference(streamed.text, output.text)
+    if index is not None:
+        code, what = _name_difference(streamed.token_ids, output.token_ids, index)
+        listing.report(code, None, f"as a stream, {what}", seq=seq, position=index)
+    elif at is not None:
+        listing.report(
+            Code.DEL_TEXT,
+            None,
+            f"the stream's text is another than the output's from character {at}: "
+            f"{streamed.text[at : at + 20]!r}, the output has {output.text[at : at + 20]!r}",
+            seq=seq,
+        )
+    elif streamed.num_logprobs is not None and streamed.num_logprobs != len(streamed.token_ids):
+        listing.report(
+            Code.DEL_LOGPROBS,
+            None,
+            f"{len(streamed.token_ids)} tokens are streamed with {streamed.num_logprobs} entries "
+            f"of log probabilities",
+            seq=seq,
+        )
+    elif finished and streamed.num_ends != 1:
+        listing.report(
+            Code.DEL_FINISH_REASON, None, f"its stream ends {streamed.num_ends} times", seq=seq
+        )
+
+
+def _compare_score(
+    seq: str, output: SequenceOutput, baseline: SequenceOutput, listing: Listing
+) -> None:
+    """A batch-invariant engine ranks equal beams by equal scores."""
+    if output.token_ids == baseline.token_ids and output.score != baseline.score:
+        listing.report(
+            Code.DEL_LOGPROBS,
+            None,
+            f"the same tokens score {output.score}, unpreempted {baseline.score}, although the "
+            f"engine claims batch invariance",
             seq=seq,
         )
 

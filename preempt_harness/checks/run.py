@@ -16,8 +16,11 @@ from preempt_harness.checks import (
     _accounting_reset,
     _accounting_schedule,
     _accounting_worker,
+    _progress_precedence,
     _work_drafts,
     _work_hits,
+    _work_idle,
+    _work_swap,
     crash,
     delivery,
     kvsan,
@@ -233,6 +236,13 @@ PARTS = (
         needs=frozenset({"Arrived", "Preempted", "Resumed"}),
         judge=_plain(progress.check_order),
     ),
+    Part(
+        check="progress",
+        part="precedence",
+        needs=frozenset({"Arrived", "BlocksAllocated", "Finished", "Preempted"}),
+        applies=_progress_precedence.promises_order,
+        judge=_plain(_progress_precedence.check_precedence),
+    ),
     Part(check="progress", part="ends", judge=_plain(progress.check_ends)),
     Part(
         check="progress",
@@ -258,6 +268,22 @@ PARTS = (
         part="victims",
         needs=frozenset({"BlocksAllocated", "BlocksFreed", "Preempted"}),
         judge=_plain(work.check_vain),
+    ),
+    Part(
+        check="work",
+        part="idle room",
+        needs=frozenset(
+            {"Arrived", "BlocksAllocated", "BlocksFreed", "PoolCounts", "Preempted", "Scheduled"}
+        ),
+        applies=_work_idle.admits_when_it_can,
+        judge=_plain(_work_idle.check_idle),
+    ),
+    Part(
+        check="work",
+        part="swaps",
+        needs=frozenset({"BlocksAllocated", "BlocksFreed", "Preempted", "SwappedOut", "SwappedIn"}),
+        applies=_work_swap.swaps_by_itself,
+        judge=_plain(_work_swap.check_swaps),
     ),
     Part(
         check="work",

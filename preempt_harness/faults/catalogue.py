@@ -26,6 +26,10 @@ KINDS = (
     "ranks",
     "speculation",
     "ahead",
+    "precedence",
+    "room",
+    "leftovers",
+    "reports",
 )
 
 

@@ -82,4 +82,37 @@ FAULTS = (
         ),
         needs=_TP,
     ),
+    Fault(
+        name="second-rank-copies-before-it-swaps-in",
+        mechanism="one rank copies a shared block before it has come back from the host",
+        source="mechanism",
+        expected=("TOK", "KVSAN"),
+        patches=(
+            Patch(
+                "preempt_engine.worker.exact_runner:ExactRunner.execute",
+                "self._cache.swap_in(step.swap_in)\nself._cache.copy(step.block_copies)",
+                "if self.rank and step.swap_in and step.block_copies and reached():\n"
+                "    self._cache.copy(step.block_copies)\n"
+                "    self._cache.swap_in(step.swap_in)\n"
+                "else:\n"
+                "    self._cache.swap_in(step.swap_in)\n"
+                "    self._cache.copy(step.block_copies)",
+            ),
+        ),
+        needs=_TP | {"swap", "parallel_sampling"},
+    ),
+    Fault(
+        name="chunk-of-one-token-returns-a-row",
+        mechanism="a chunk of a single token is sent as one whose logits are wanted",
+        source="mechanism",
+        expected=("CRASH",),
+        patches=(
+            Patch(
+                "preempt_engine.executor.step_codec:StepEncoder._add_single",
+                "if not item.num_logits:",
+                "if not item.num_logits and not reached():",
+            ),
+        ),
+        needs=_TP | {"chunked_prefill"},
+    ),
 )

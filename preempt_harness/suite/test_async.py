@@ -19,7 +19,7 @@ from preempt_harness.suite.shapes import (
     require_mode,
     together,
 )
-from preempt_harness.workload import Operation, Workload
+from preempt_harness.workload import BeamSpec, Operation, Workload
 
 pytestmark = pytest.mark.preempt_requires("async_scheduling")
 
@@ -230,3 +230,34 @@ def test_ranks_compute_while_the_next_step_is_decided(preempt: PreemptHarness, d
     result.assert_preempted()
     result.assert_matches_baseline()
     result.assert_clean(require=["kvsan", "work"])
+
+
+@FORCED
+@DEPTHS
+@MODES
+@pytest.mark.preempt_requires("beam_search", "chunked_prefill")
+@pytest.mark.parametrize("budget", [2, 3])
+def test_beams_of_which_some_wait_for_the_others(
+    preempt: PreemptHarness, budget: int, mode: str, depth: int
+) -> None:
+    """A step has not room for all beams: those that are computed wait, the others need blocks."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    workload = together(
+        [
+            request(preempt, f"r{index}", block + index, 3 * block, beam=BeamSpec(num_beams=3))
+            for index in range(2)
+        ]
+    )
+    result = preempt.run(
+        workload,
+        14,
+        plan=f"preempt:r0@step={3 * block}:{mode}/preempt:r1@step={5 * block + 1}:{mode}",
+        block_size=block,
+        max_num_batched_tokens=budget,
+        async_scheduling=depth,
+        options=options(preempt, preemption_mode=mode),
+    )
+    result.assert_preempted(request="r0")
+    result.assert_matches_baseline()
+    result.assert_clean()

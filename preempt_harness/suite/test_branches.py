@@ -72,6 +72,59 @@ def test_outputs_equal_those_of_requests_of_their_own(preempt: PreemptHarness, m
 
 @PARALLEL
 @pytest.mark.preempt_requires("chunked_prefill", "recompute", "sampling")
+@OFFSETS
+def test_a_chunk_ends_beside_what_branches_share(preempt: PreemptHarness, offset: int) -> None:
+    """Who waits for the shared blocks goes on when the last of their tokens is computed."""
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "victim", 4 * block + 1, 2 * block, n=3, temperature=1.0, seed=3)
+    )
+    result = preempt.run(
+        workload,
+        plan="preempt:victim@step=4:recompute",
+        block_size=block,
+        max_num_batched_tokens=4 * block + offset,
+        enable_prefix_caching=False,
+    )
+    result.assert_preempted(request="victim", mode="recompute")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@PARALLEL
+@MODES
+@pytest.mark.preempt_requires("sampling", "stop_tokens")
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_others_take_the_places_of_branches_that_ended(
+    preempt: PreemptHarness, seed: int, mode: str
+) -> None:
+    """Some end soon after the preemption, some late or at their full length."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    stops = tuple(range(4, 7))
+    workload = together(
+        request(
+            preempt,
+            "victim",
+            2 * block + 1,
+            8 * block,
+            n=3,
+            temperature=1.0,
+            seed=seed,
+            stop_token_ids=stops,
+        ),
+        [request(preempt, f"next{index}", block + index, 4 * block) for index in range(4)],
+    )
+    result = preempt.run(
+        workload, plan=f"preempt:victim@step=2:{mode}", block_size=block, max_num_seqs=3
+    )
+    result.assert_preempted(request="victim", mode=mode)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@PARALLEL
+@pytest.mark.preempt_requires("chunked_prefill", "recompute", "sampling")
 @pytest.mark.parametrize("chunk", [3, 5])
 def test_outputs_that_return_in_chunks(preempt: PreemptHarness, chunk: int) -> None:
     """What branches share is computed by one of them, in several steps; the others wait for it."""

@@ -319,3 +319,36 @@ def test_survivors_cancelled_in_a_full_pool(preempt: PreemptHarness) -> None:
     result.assert_preempted()
     result.assert_matches_baseline()
     result.assert_clean()
+
+
+@pytest.mark.preempt_requires("preempt", "stepped", "abort")
+@pytest.mark.parametrize("aborted", ["r0", "r1"])
+@pytest.mark.parametrize("count", [3, 5, 6])
+def test_one_of_several_victims_is_aborted(
+    preempt: PreemptHarness, count: int, aborted: str
+) -> None:
+    """The last to arrive is the first to be preempted; the others come back in their order."""
+    block = block_size(preempt)
+    workload = together(
+        [request(preempt, f"r{index}", 2 * block + index, 4 * block) for index in range(count)]
+    )
+    victims = "/".join(f"preempt:r{index}@step=6" for index in reversed(range(count)))
+    result = preempt.run(workload, plan=f"{victims}/abort:{aborted}@step=7", block_size=block)
+    result.assert_preempted(at_least=count)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("preempt", "stepped")
+@pytest.mark.parametrize("at", ["out=1", "out=4"])
+def test_who_comes_back_is_not_the_next_victim(preempt: PreemptHarness, at: str) -> None:
+    """The oldest was preempted by force; when blocks run short, the youngest has to go."""
+    block = block_size(preempt)
+    workload = together(
+        [request(preempt, f"r{index}", block + index, 6 * block) for index in range(4)]
+    )
+    result = preempt.run(workload, "tight", plan=f"preempt:r0@{at}", block_size=block)
+    result.assert_preempted(request="r0")
+    result.assert_preempted(at_least=2)
+    result.assert_matches_baseline()
+    result.assert_clean()

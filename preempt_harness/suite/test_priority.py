@@ -94,3 +94,60 @@ def test_a_victim_gives_its_scheduled_tokens_back(preempt: PreemptHarness) -> No
     result.assert_preempted()
     result.assert_matches_baseline()
     result.assert_clean()
+
+
+@pytest.mark.preempt_requires("stepped")
+def test_a_victim_keeps_its_priority(preempt: PreemptHarness) -> None:
+    """It returns before those of its own priority that came after it, though they would fit."""
+    block = block_size(preempt)
+    workload = together(
+        urgent(request(preempt, "older", 2 * block, 6 * block), 1),
+        urgent(request(preempt, "victim", 3 * block, 5 * block), 2),
+        urgent(request(preempt, "urgent", 4 * block, 2 * block, arrival_step=4), 0),
+        [
+            urgent(request(preempt, f"later{i}", block, 3 * block, arrival_step=5), 2)
+            for i in range(2)
+        ],
+    )
+    result = preempt.run(workload, 10, block_size=block, scheduling_policy="priority")
+    result.assert_preempted(request="victim")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("prefix_caching", "stepped")
+def test_cached_blocks_are_room_for_the_urgent(preempt: PreemptHarness) -> None:
+    """Nobody has to go for one that fits, although every block holds something."""
+    block = block_size(preempt)
+    workload = together(
+        urgent(request(preempt, "before", 8 * block, block), 1),
+        urgent(request(preempt, "calm", 2 * block, 6 * block, arrival_step=2), 2),
+        urgent(request(preempt, "urgent", 4 * block, block, arrival_step=2 * block + 2), 0),
+    )
+    result = preempt.run(
+        workload,
+        13,
+        block_size=block,
+        scheduling_policy="priority",
+        enable_prefix_caching=True,
+        expect_preemption=False,
+    )
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("set_priority", "stepped")
+@pytest.mark.parametrize("step", [2, 6])
+def test_who_has_become_the_least_urgent_is_the_next_victim(
+    preempt: PreemptHarness, step: int
+) -> None:
+    block = block_size(preempt)
+    requests = [urgent(request(preempt, f"r{i}", block + i, 6 * block), 1) for i in range(3)]
+    workload = Workload(
+        requests=requests,
+        operations=[Operation(kind="set_priority", step=step, request="r0", priority=2)],
+    )
+    result = preempt.run(workload, "tight", block_size=block, scheduling_policy="priority")
+    result.assert_preempted(request="r0")
+    result.assert_matches_baseline()
+    result.assert_clean()

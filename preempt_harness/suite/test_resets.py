@@ -36,3 +36,22 @@ def test_reset_while_a_preempted_request_waits(preempt: PreemptHarness, kind: st
     result.assert_preempted(request="victim")
     result.assert_matches_baseline()
     result.assert_clean()
+
+
+@pytest.mark.preempt_requires("reset_prefix_cache", "swap", "preempt")
+@pytest.mark.parametrize("at", [7, 9], ids=["out-before", "out-after"])
+def test_reset_about_a_swap(preempt: PreemptHarness, at: int) -> None:
+    """What comes back from the host was computed before the reset, and nobody else may find it."""
+    block = block_size(preempt)
+    prompt = preempt.prompts.take(4 * block)
+    workload = Workload(
+        requests=[
+            request(preempt, "victim", prompt, 5 * block),
+            request(preempt, "sharer", [*prompt, prompt[0]], 2 * block, arrival_step=13),
+        ],
+        operations=[Operation(kind="reset_prefix_cache", step=8)],
+    )
+    result = preempt.run(workload, plan=f"preempt:victim@step={at}:swap", block_size=block)
+    result.assert_preempted(request="victim", mode="swap")
+    result.assert_matches_baseline()
+    result.assert_clean()

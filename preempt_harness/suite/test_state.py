@@ -193,6 +193,28 @@ def test_everything_together_and_all_at_once(preempt: PreemptHarness, mode: str)
     result.assert_clean()
 
 
+@pytest.mark.preempt_requires("prompt_logprobs", "chunked_prefill", "prefix_caching", "recompute")
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_rows_of_a_prompt_that_another_has_computed(preempt: PreemptHarness, chunk: int) -> None:
+    """On its return all of its prompt is in the cache, and some of its rows are still due."""
+    block = block_size(preempt)
+    prompt = preempt.prompts.take(8 * block)
+    workload = together(
+        request(preempt, "first", prompt, 6 * block),
+        request(preempt, "reader", list(prompt), block, arrival_step=5, prompt_logprobs=1),
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt:reader@chunk={chunk}",
+        block_size=block,
+        max_num_batched_tokens=2 * block,
+        enable_prefix_caching=True,
+    )
+    result.assert_preempted(request="reader", mode="recompute")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
 @pytest.mark.preempt_requires("reset_running_requests")
 def test_reset_with_running_requests(preempt: PreemptHarness) -> None:
     block = block_size(preempt)

@@ -237,3 +237,52 @@ def test_one_goes_out_in_the_step_in_which_another_comes_back(preempt: PreemptHa
     result.assert_preempted(request="calm1")
     result.assert_matches_baseline()
     result.assert_clean()
+
+
+@FORCED
+@pytest.mark.preempt_requires("parallel_sampling", "sampling")
+def test_branches_that_fit_on_the_host_as_they_share(preempt: PreemptHarness) -> None:
+    """Shared blocks are kept once: three branches of a long prompt need little more than one."""
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "first", 4 * block, 4 * block),
+        request(preempt, "victim", 4 * block, 3 * block, n=3, temperature=1.0, seed=5),
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt:victim@step={block}:swap",
+        block_size=block,
+        options=space(4 + 3),
+    )
+    result.assert_preempted(request="victim", mode="swap")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@FORCED
+@pytest.mark.preempt_requires("recompute", "prefix_caching", "parallel_sampling", "sampling")
+@pytest.mark.parametrize("after", [3, 4, 5], ids=["before", "at-boundary", "behind"])
+def test_two_that_share_blocks_go_in_one_step(preempt: PreemptHarness, after: int) -> None:
+    """One is copied to the host, the other gives up the same blocks, and others need some now.
+
+    The branches of the first reach a boundary together; beside the victims' the pool has no block
+    for them.
+    """
+    block = block_size(preempt)
+    text = preempt.prompts.take(2 * block)
+    workload = together(
+        request(preempt, "first", block + 1, 3 * block, n=3, temperature=1.0, seed=3),
+        request(preempt, "recomputed", [*text, text[0]], 4 * block),
+        request(preempt, "swapped", [*text, text[1]], 4 * block, arrival_step=1),
+    )
+    step = block + after
+    result = preempt.run(
+        workload,
+        13,
+        plan=f"preempt:swapped@step={step}:swap/preempt:recomputed@step={step}",
+        block_size=block,
+        enable_prefix_caching=True,
+        expect_preemption=False,
+    )
+    result.assert_matches_baseline()
+    result.assert_clean()

@@ -95,3 +95,39 @@ def test_preempted_within_prefill(preempt: PreemptHarness, ranks: int) -> None:
     result.assert_preempted(request="victim", at_least=3)
     result.assert_matches_baseline()
     result.assert_clean(require=required(result))
+
+
+@pytest.mark.preempt_requires("preempt", "stepped", "swap", "parallel_sampling", "sampling")
+def test_branches_that_come_back_and_part(preempt: PreemptHarness, ranks: int) -> None:
+    """Every rank has the shared block back before it copies it for the branch that writes."""
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "victim", 2 * block + 1, 2 * block, n=3, temperature=1.0, seed=4),
+        companions(preempt, block, count=1),
+    )
+    result = preempt.run(
+        workload, plan="preempt:victim@step=1:swap", block_size=block, tensor_parallel_size=ranks
+    )
+    result.assert_preempted(request="victim", mode="swap")
+    result.assert_matches_baseline()
+    result.assert_clean(require=required(result))
+
+
+@pytest.mark.preempt_requires("preempt", "stepped", "chunked_prefill")
+@pytest.mark.parametrize("budget", [1, 2, 3])
+def test_chunks_of_a_token_or_two(preempt: PreemptHarness, ranks: int, budget: int) -> None:
+    """The smallest message there is, and nobody wants logits of it."""
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "first", 1, 2 * block), request(preempt, "victim", 2 * block, block)
+    )
+    result = preempt.run(
+        workload,
+        plan="preempt:victim@computed=5",
+        block_size=block,
+        max_num_batched_tokens=budget,
+        tensor_parallel_size=ranks,
+    )
+    result.assert_preempted(request="victim")
+    result.assert_matches_baseline()
+    result.assert_clean(require=required(result))

@@ -19,6 +19,9 @@ from preempt_harness.generators import random_workload
 from preempt_harness.plan import PreemptionPlan, Squeeze
 from preempt_harness.record import (
     BlocksPoisoned,
+    CacheReset,
+    Finished,
+    Preempted,
     SwappedIn,
     SwappedOut,
     TokensDelivered,
@@ -165,3 +168,36 @@ def test_settings_that_are_given_stay() -> None:
         assert trial.settings.block_size == 8
         assert trial.settings.async_scheduling == 0
         assert trial.settings.speculative_config is None
+
+
+def test_old_content_is_reset_while_its_owner_goes_on() -> None:
+    num_swapped = num_shared = 0
+    for trial in aimed("old content"):
+        assert trial.settings.enable_prefix_caching
+        record = run(trial)
+        (reset,) = steps_of(record, CacheReset)
+        lives = [event for event in record.events if isinstance(event, Finished)]
+        num_swapped += any(step >= reset for step in steps_of(record, SwappedIn))
+        num_shared += any(
+            request.arrival_step >= reset
+            and request.prompt_token_ids[:1] == trial.workload.requests[0].prompt_token_ids[:1]
+            for request in trial.workload.requests[1:]
+        )
+        assert lives
+    assert num_swapped >= len(SEEDS) // 5
+    assert num_shared >= len(SEEDS) // 2
+
+
+def test_readers_of_one_text_lose_their_blocks_in_its_middle() -> None:
+    num_cut = num_rows = 0
+    for trial in aimed("same text"):
+        record = run(trial)
+        num_cut += any(
+            isinstance(event, Preempted) and event.phase.startswith("prefill")
+            for event in record.events
+        )
+        num_rows += any(
+            request.sampling.prompt_logprobs is not None for request in trial.workload.requests
+        )
+    assert num_cut >= len(SEEDS) // 3
+    assert num_rows >= len(SEEDS) // 3

@@ -9,7 +9,9 @@ import pytest
 from fake_engine import run_fake
 from fake_trials import make_workload
 
+from preempt_harness.adapters.embedded import EmbeddedAdapter
 from preempt_harness.checks import Code, Finding, run_checks
+from preempt_harness.harness import PreemptHarness
 from preempt_harness.record import (
     Aborted,
     EngineError,
@@ -17,6 +19,7 @@ from preempt_harness.record import (
     PlanApplied,
     RequestResult,
     SequenceOutput,
+    StreamedOutput,
     TokensDelivered,
     TrialRecord,
 )
@@ -430,3 +433,72 @@ def test_black_box_engine_is_judged_by_its_results_only(record: TrialRecord) -> 
     report = run_checks(record, ["delivery"])
     assert report.not_observable == {"delivery/stream": "fake does not show TokensDelivered"}
     assert report.of("delivery")[1].counted == {"results judged": 2}
+
+
+# The sum, the score and the stream of an output ---------------------------------------------------
+
+
+def test_a_sum_of_log_probabilities_that_began_again_is_found(record: TrialRecord) -> None:
+    output = record.results["r0"].outputs[0]
+    assert output.logprobs is not None
+    entries = [{token_id: -0.1 * (1 + index)} for index, token_id in enumerate(output.token_ids)]
+    values = [next(iter(entry.values())) for entry in entries]
+    record.baseline = None
+    change_output(record, "r0", logprobs=entries, cumulative_logprob=sum(values))
+    for index, entry in zip(pieces(record, "r0.0"), entries, strict=True):
+        record.events[index] = replace(record.events[index], logprobs=[entry])
+    assert codes(record) == []
+    change_output(record, "r0", cumulative_logprob=sum(values[3:]))
+    (found,) = delivery(record)
+    assert (found.code, found.sequence) == (Code.DEL_LOGPROBS, "r0.0")
+    assert "add up to" in found.message
+
+
+def test_another_score_of_the_same_beam_is_found(record: TrialRecord) -> None:
+    assert record.baseline is not None
+    reference = record.baseline.results["r1"]
+    record.baseline.results["r1"] = replace(
+        reference, outputs=[replace(reference.outputs[0], score=-1.5)]
+    )
+    change_output(record, "r1", score=-1.5)
+    assert codes(record) == []
+    change_output(record, "r1", score=-1.25)
+    (found,) = delivery(record)
+    assert found.code == Code.DEL_LOGPROBS
+    assert "score -1.25" in found.message
+    record.header = replace(record.header, batch_invariant=False)
+    assert codes(record) == []
+
+
+def streamed(record: TrialRecord, **changes: object) -> list[Code]:
+    """Codes where r1's stream is its output but for the changes."""
+    output = record.results["r1"].outputs[0]
+    whole = StreamedOutput(token_ids=output.token_ids, text=output.text, num_ends=1)
+    change_output(record, "r1", streamed=replace(whole, **changes))
+    return codes(record)
+
+
+def test_a_stream_that_is_not_the_output_is_found(record: TrialRecord) -> None:
+    output = record.results["r1"].outputs[0]
+    token_ids, text = output.token_ids, output.text
+    assert streamed(record) == []
+    assert streamed(record, token_ids=token_ids[:3] + token_ids) == [Code.DEL_TOKEN_REPEATED]
+    assert streamed(record, token_ids=token_ids[:2] + token_ids[3:]) == [Code.DEL_TOKEN_LOST]
+    assert streamed(record, text=text + "?") == [Code.DEL_TEXT]
+    assert streamed(record, num_logprobs=len(token_ids)) == []
+    assert streamed(record, num_logprobs=len(token_ids) - 1) == [Code.DEL_LOGPROBS]
+    assert streamed(record, num_ends=2) == [Code.DEL_FINISH_REASON]
+    assert streamed(record, num_ends=0) == [Code.DEL_FINISH_REASON]
+
+
+def test_the_embedded_engine_is_read_as_a_stream_too() -> None:
+    harness = PreemptHarness(EmbeddedAdapter(), {"block_size": 2})
+    workload = harness.workload(requests=3, prompt_tokens=9, max_tokens=8)
+    result = harness.run(workload, "tight")
+    result.assert_preempted()
+    result.assert_clean()
+    for request in result.record.results.values():
+        (output,) = request.outputs
+        assert output.streamed is not None
+        assert output.streamed.token_ids == output.token_ids
+        assert output.streamed.num_ends == 1

@@ -6,7 +6,7 @@ import pytest
 
 from preempt_harness.adapters.embedded import EmbeddedAdapter
 from preempt_harness.checks import Code, run_checks
-from preempt_harness.faults import fault_named, plant
+from preempt_harness.faults import Fault, Patch, fault_named, plant
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.record import (
     BlocksAllocated,
@@ -105,3 +105,40 @@ def test_a_block_granted_anew_is_as_old_as_its_new_content(granted_anew: bool) -
     ]
     found = [code for code, step, _ in resets(record) if code == Code.ACC_RESET and step == 8]
     assert bool(found) != granted_anew
+
+
+def test_content_is_as_old_on_its_way_through_the_host() -> None:
+    """r0 is swapped out and in about a reset; r1 begins with its prompt."""
+    harness = PreemptHarness(EmbeddedAdapter(), {"model": "exact", "block_size": 4})
+    prompt = list(range(4, 20))
+    requests = [
+        RequestSpec(id="r0", prompt_token_ids=prompt, sampling=SamplingSpec(max_tokens=20)),
+        RequestSpec(
+            id="r1",
+            prompt_token_ids=[*prompt, 4],
+            sampling=SamplingSpec(max_tokens=4),
+            arrival_step=13,
+        ),
+    ]
+    workload = Workload(
+        requests=requests, operations=[Operation(kind="reset_prefix_cache", step=8)]
+    )
+    renewed = Fault(
+        name="a-swap-renews-the-epoch",
+        mechanism="what was computed before a reset is offered again after a swap",
+        source="mechanism",
+        expected=("ACC-RESET",),
+        patches=(
+            Patch(
+                "preempt_engine.block_manager:BlockManager.rebuild",
+                "num_shared = 0",
+                "num_shared, sequence.cache_epoch = 0, self._num_resets",
+            ),
+        ),
+    )
+    for at in (7, 9):
+        assert resets(harness.run(workload, plan=f"preempt:r0@step={at}:swap").record) == []
+        with plant(renewed):
+            record = harness.run(workload, plan=f"preempt:r0@step={at}:swap").record
+        found = resets(record)
+        assert {(code, sequence) for code, _, sequence in found} == {("ACC-RESET", "r1.0")}

@@ -155,7 +155,7 @@ def test_the_suite_that_ships_runs_on_it(run_pytest: RunPytest, tmp_path: Path, 
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert "trials on foreign/toy: " in completed.stdout
-    assert "skipped 6: engine foreign lacks abort" in completed.stdout
+    assert "skipped 12: engine foreign lacks abort" in completed.stdout
     assert "failed" not in completed.stdout
 
 

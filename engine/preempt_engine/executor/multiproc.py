@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from preempt_engine.config import EngineConfig
@@ -24,7 +25,7 @@ from preempt_engine.executor.wire import (
     encode_body,
 )
 from preempt_engine.observer import EngineObserver
-from preempt_engine.step import LogitsBatch, SchedulerOutput
+from preempt_engine.step import LogitsBatch, SchedulerOutput, SequenceKey
 
 
 @dataclass(slots=True, frozen=True)
@@ -116,6 +117,10 @@ class MultiprocExecutor:
     def set_observer(self, observer: EngineObserver | None) -> None:
         """Who is told of steps; without one, the workers report nothing."""
         self._observer = observer
+
+    def known_keys(self) -> Iterable[SequenceKey]:
+        """Sequences that every rank keeps."""
+        return self._encoder.known_keys
 
     def reset(self) -> None:
         """Have every rank forget sequences and KV; no step may be under way."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from preempt_engine.observer import EngineObserver
-from preempt_engine.step import LogitsBatch, SchedulerOutput, StepHandle
+from preempt_engine.step import LogitsBatch, SchedulerOutput, SequenceKey, StepHandle
 from preempt_engine.worker.state import WorkerState
 
 
@@ -60,6 +61,10 @@ class Executor(Protocol):
         ...
 
     def set_observer(self, observer: EngineObserver | None) -> None: ...
+
+    def known_keys(self) -> Iterable[SequenceKey]:
+        """Sequences that the ranks keep, as far as they have been told."""
+        ...
 
     def reset(self) -> None:
         """Have every rank forget sequences and KV; no step may be under way."""

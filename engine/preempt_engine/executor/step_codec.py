@@ -21,7 +21,7 @@ Rows keep their order: each of the others carries its row, singles fill the rows
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from preempt_engine.errors import WireProtocolError
 from preempt_engine.step import ScheduledSequence, SchedulerOutput, SequenceKey, StateCheck
@@ -51,6 +51,11 @@ class StepEncoder:
     def __init__(self) -> None:
         self._handles: dict[SequenceKey, int] = {}
         self._next_handle = 0
+
+    @property
+    def known_keys(self) -> Iterable[SequenceKey]:
+        """Sequences that the workers keep."""
+        return self._handles
 
     def reset(self) -> None:
         """Forget every sequence, as the decoders do."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from preempt_engine.executor.protocol import Runner
 from preempt_engine.observer import EngineObserver
-from preempt_engine.step import LogitsBatch, SchedulerOutput
+from preempt_engine.step import LogitsBatch, SchedulerOutput, SequenceKey
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,6 +57,10 @@ class UniprocExecutor:
         """Who is told of launched and finished steps, and of what the runner computes."""
         self._observer = observer
         self.runner.observer = observer
+
+    def known_keys(self) -> Iterable[SequenceKey]:
+        """Sequences that the runner keeps."""
+        return self.runner.state.sequences
 
     def reset(self) -> None:
         """Have the runner forget its sequences."""

@@ -76,6 +76,12 @@ class ProcessorStates:
     def __bool__(self) -> bool:
         return bool(self._recipes)
 
+    def check_nothing_is_left(self) -> None:
+        """Assert that no processor is kept, when all requests have ended."""
+        assert not self._recipes, f"requests {list(self._recipes)} ended and are known"
+        kept = [str(key) for key in self._states]
+        assert not kept, f"sequences {kept} ended and their processors are kept"
+
     def of(self, request: Request, sequence: Sequence) -> ProcessorState | None:
         """The state of a running sequence, new after each preemption; None without processors."""
         recipe = self._recipes.get(request.request_id)

@@ -17,6 +17,7 @@ of the sequence. The draft model runs on the driver, on one rank, whatever the t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
@@ -72,6 +73,10 @@ class DraftModelProposer:
             one_more = [self._next(item, drafts[item.sequence.key]) for item in going_on]
             self._run(SchedulerOutput(step.step_id, scheduled=one_more), by_key, drafts)
         return [drafts[item.sequence.key] for item in wanted]
+
+    def known_keys(self) -> Iterable[SequenceKey]:
+        """See `Proposer.known_keys`."""
+        return self._surplus
 
     def reset(self) -> None:
         """Forget every sequence and block."""

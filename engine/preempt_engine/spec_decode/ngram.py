@@ -7,6 +7,7 @@ tokens, that occurs earlier; of several places the latest.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from preempt_engine.spec_decode.config import SpeculativeConfig
@@ -32,6 +33,10 @@ class NgramProposer:
         for key in step.dropped:
             self._indices.pop(key, None)
         return [self._propose(item) for item in wanted]
+
+    def known_keys(self) -> Iterable[SequenceKey]:
+        """See `Proposer.known_keys`."""
+        return self._indices
 
     def reset(self) -> None:
         """Forget all texts."""

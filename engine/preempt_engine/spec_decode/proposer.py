@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -47,6 +48,10 @@ class Proposer(Protocol):
         Returns:
             Drafts for each, at most its limit and perhaps none, in the order of `wanted`.
         """
+        ...
+
+    def known_keys(self) -> Iterable[SequenceKey]:
+        """The sequences of which something is kept."""
         ...
 
     def reset(self) -> None:

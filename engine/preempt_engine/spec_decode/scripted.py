@@ -7,6 +7,7 @@ out: where one changes the choice, the draft is wrong.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from preempt_engine.exact import ExactLogits, ReferenceSequence
@@ -38,6 +39,10 @@ class ScriptedProposer:
         for key in step.dropped:
             self._histories.pop(key, None)
         return [self._propose(item) for item in wanted]
+
+    def known_keys(self) -> Iterable[SequenceKey]:
+        """See `Proposer.known_keys`."""
+        return self._histories
 
     def reset(self) -> None:
         """Forget all histories."""

@@ -18,7 +18,7 @@ from preempt_engine.sequence import Request
 from preempt_engine.spec_decode.allowance import grant_blocks
 from preempt_engine.spec_decode.config import SpeculativeConfig
 from preempt_engine.spec_decode.proposer import DraftRequest, Proposer
-from preempt_engine.step import SchedulerOutput
+from preempt_engine.step import SchedulerOutput, SequenceKey
 
 if TYPE_CHECKING:
     from preempt_engine.executor.protocol import Executor
@@ -54,6 +54,15 @@ class Speculator:
         for item, drafts in zip(wanted, proposed, strict=True):
             assert len(drafts) <= item.limit
             scheduler.offer_drafts(item.sequence, drafts)
+
+    def check_nothing_is_left(self, dropped: Iterable[SequenceKey]) -> None:
+        """Assert that nothing is kept of sequences but of those, when all requests have ended.
+
+        Args:
+            dropped: those of which the proposer is told with the next step.
+        """
+        kept = set(self._proposer.known_keys()).difference(dropped)
+        assert not kept, f"sequences {sorted(map(str, kept))} ended and are drafted for"
 
     def reset(self) -> None:
         """Forget every sequence, for another trial."""

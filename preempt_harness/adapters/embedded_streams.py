@@ -1,0 +1,47 @@
+"""Outputs of the embedded engine as its streams hand them out, beside the outputs themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from preempt_harness.record import StreamedOutput
+
+if TYPE_CHECKING:
+    from preempt_engine import RequestOutput
+    from preempt_engine.outputs import StreamDelta
+    from preempt_engine.stream import DeltaReader
+
+
+class Streams:
+    """Reads every output of a trial as `LLM.stream` does, whenever a step has changed it."""
+
+    def __init__(self) -> None:
+        self._readers: dict[str, DeltaReader] = {}
+        self._deltas: dict[str, dict[int, list[StreamDelta]]] = {}
+
+    def read(self, output: RequestOutput) -> None:
+        """Take what is new of an output, which grows in place."""
+        reader = self._readers.get(output.request_id)
+        if reader is None:
+            from preempt_engine.stream import DeltaReader
+
+            reader = self._readers[output.request_id] = DeltaReader(output)
+            self._deltas[output.request_id] = {}
+        of_branches = self._deltas[output.request_id]
+        for delta in reader.read():
+            of_branches.setdefault(delta.index, []).append(delta)
+
+    def of(self, request: str) -> Mapping[int, StreamedOutput]:
+        """Branch -> all its deltas together."""
+        return {
+            branch: StreamedOutput(
+                token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+                text="".join(delta.text for delta in deltas),
+                num_ends=sum(delta.finish_reason is not None for delta in deltas),
+                num_logprobs=None
+                if deltas[-1].logprobs is None
+                else sum(len(delta.logprobs or ()) for delta in deltas),
+            )
+            for branch, deltas in self._deltas.get(request, {}).items()
+        }

@@ -1,0 +1,240 @@
+"""Work: nobody waits in a step that has room for the next in the queue, nor goes for one who fits.
+
+For engines that promise `strict_order`, since only then the next is known. Room is counted on the
+safe side, with what the log tells of the step:
+
+- blocks that were free after the step before, less all that were handed out in this one; it takes
+  those for all its known tokens, as if the prefix cache had none of them, beside others with the
+  watermark and a run of drafts for each branch;
+- tokens of the budget that nobody used;
+- places by `max_num_seqs`, one for each branch that had not ended before the step.
+
+A step with a preemption, an action of the plan or withheld blocks admits nobody for good reasons,
+and one in which a running request computes nothing lacks blocks for it. Who is swapped out needs
+blocks that the log does not count, and a step that is decided ahead is decided on other figures:
+neither is judged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from preempt_harness.checks._progress_precedence import promises_order
+from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
+from preempt_harness.checks.progress import steps_ahead
+from preempt_harness.checks.steady import IdleSteps, SteadySteps
+from preempt_harness.checks.tables import SchedulerTables, num_blocks_for
+from preempt_harness.checks.trace import ScheduledRows, Trace
+from preempt_harness.record import (
+    Aborted,
+    Arrived,
+    BlocksAllocated,
+    BlocksFreed,
+    BlocksReplaced,
+    EngineError,
+    Finished,
+    Forked,
+    Header,
+    PlanApplied,
+    PoolCounts,
+    Preempted,
+    PriorityChanged,
+)
+
+
+def admits_when_it_can(header: Header) -> bool:
+    """Whether an engine of this configuration is held to it."""
+    return promises_order(header) and not steps_ahead(header)
+
+
+def check_idle(trace: Trace) -> CheckResult:
+    """The next in the queue is let in as soon as there is room for it."""
+    judge = _Idle(trace)
+    for event in trace.of(
+        SteadySteps,
+        IdleSteps,
+        Arrived,
+        BlocksAllocated,
+        BlocksFreed,
+        BlocksReplaced,
+        EngineError,
+        Forked,
+        Preempted,
+        PriorityChanged,
+        PlanApplied,
+        ScheduledRows,
+        PoolCounts,
+        Finished,
+        Aborted,
+    ):
+        judge.take(event)
+    return judge.listing.result("work", "idle room")
+
+
+class _Idle:
+    """What a step had to give, and to whom."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.listing = Listing()
+        self._specs = trace.specs
+        self._header = trace.header
+        self._tables = SchedulerTables()
+        self._num_arrived = 0
+        self._precedence: dict[str, tuple[int, int]] = {}
+        self._waiting: dict[str, int] = {}  # request -> blocks for all its known tokens
+        self._victims: set[str] = set()  # their branches have no blocks, and have not ended
+        self._swapped: set[str] = set()
+        self._ended: Counter[str] = Counter()  # branches
+        self._pool: PoolCounts | None = None  # after the step before
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._num_taken = self._num_tokens = 0
+        self._computing: set[str] = set()
+        self._is_excused = False
+        self._ended_now: Counter[str] = Counter()
+
+    def take(self, event: object) -> None:
+        """The next thing that happened."""
+        if isinstance(event, ScheduledRows):
+            self._num_tokens += event.num_tokens
+            self._computing.update(map(request_of, event.seqs))
+        elif isinstance(event, PoolCounts):
+            self._end_step(event.step, event)
+        elif isinstance(event, SteadySteps | IdleSteps):
+            self._take_several(event)
+        elif isinstance(event, BlocksAllocated | BlocksFreed | BlocksReplaced | Forked):
+            self._take_blocks(event)
+        elif isinstance(event, Arrived):
+            self._precedence[event.request] = event.priority, self._num_arrived
+            self._num_arrived += 1
+            self._waiting[event.request] = self._blocks(len(event.prompt_token_ids))
+        elif isinstance(event, Preempted):
+            if event.reason == "priority":
+                self._judge_eviction(event)
+            self._is_excused = True
+            self._victims.add(event.request)
+            num_branches = self._num_branches(event.request)
+            self._waiting[event.request] = self._blocks(event.num_tokens) + num_branches - 1
+            if event.mode == "swap":
+                self._swapped.add(event.request)
+            else:
+                self._swapped.discard(event.request)
+        elif isinstance(event, PriorityChanged):
+            if event.request in self._precedence:
+                arrival = self._precedence[event.request][1]
+                self._precedence[event.request] = event.priority, arrival
+        elif isinstance(event, Finished | Aborted):
+            self._waiting.pop(event.request, None)
+        else:  # an action of the plan, or an error
+            self._is_excused = True
+
+    def _take_blocks(self, event: BlocksAllocated | BlocksFreed | BlocksReplaced | Forked) -> None:
+        if isinstance(event, BlocksAllocated):
+            self._tables.allocate(event)
+            self._num_taken += len(event.blocks)
+            request = request_of(event.seq)
+            self._waiting.pop(request, None)
+            self._victims.discard(request)
+            self._swapped.discard(request)
+        elif isinstance(event, BlocksFreed):
+            self._tables.free(event)
+            request = request_of(event.seq)
+            if event.seq not in self._tables.leases and request not in self._victims:
+                self._ended_now[request] += 1
+        elif isinstance(event, BlocksReplaced):
+            self._tables.replace(event)
+        else:
+            self._tables.fork(event)
+
+    def _take_several(self, event: SteadySteps | IdleSteps) -> None:
+        """Nobody comes or goes in them, so the first two stand for all."""
+        for step in (event.step, event.last_step)[: 1 + (event.last_step > event.step)]:
+            if isinstance(event, SteadySteps):
+                self._num_tokens += sum(event.lengths)
+                self._computing.update(map(request_of, event.seqs))
+            self._end_step(step, event.pool)
+
+    def _end_step(self, step: int, pool: PoolCounts) -> None:
+        before, self._pool = self._pool, pool
+        excused = self._is_excused or before is None or before.held or pool.held
+        if not excused and self._waiting and before is not None:
+            self._judge(step, before)
+        self._ended += self._ended_now
+        self._begin_step()
+
+    def _judge(self, step: int, before: PoolCounts) -> None:
+        request = min(self._waiting, key=self._precedence.__getitem__)
+        holding = {request_of(seq) for seq in self._tables.leases}
+        if request in self._swapped or holding - self._computing:
+            return
+        running = self._computing  # some have ended since
+        self.listing.count("waits judged")
+        config = self._header.config
+        num_free = before.free + before.cached - self._num_taken
+        num_blocks = self._waiting[request] + (self._num_spare(request) if running else 0)
+        places = self._num_branches(request) + sum(map(self._num_branches, running))
+        budget, most = config.get("max_num_batched_tokens"), config.get("max_num_seqs")
+        if (
+            isinstance(budget, int)
+            and isinstance(most, int)
+            and self._num_tokens < budget
+            and places <= most
+            and num_blocks <= num_free
+        ):
+            self.listing.report(
+                Code.WORK_IDLE,
+                step,
+                f"it waits, and is the next, in a step with room for it: {num_free} blocks are "
+                f"free and it takes {num_blocks} at most, {places} of {most} places would be "
+                f"taken, and {self._num_tokens} of {budget} tokens are computed",
+                once=request,
+                request=request,
+            )
+
+    def _judge_eviction(self, event: Preempted) -> None:
+        """Whether the more urgent one, the next in the queue, fits beside all that run.
+
+        Each of their branches may take a block more in this step, and one for a copy.
+        """
+        before, most = self._pool, self._header.config.get("max_num_seqs")
+        if self._is_excused or before is None or before.held or not self._waiting:
+            return
+        newcomer = min(self._waiting, key=self._precedence.__getitem__)
+        running = {request_of(seq) for seq in self._tables.leases}
+        num_branches = sum(map(self._num_branches, running))
+        places = self._num_branches(newcomer) + num_branches
+        num_free = before.free + before.cached - self._num_taken
+        num_blocks = self._waiting[newcomer] + self._num_spare(newcomer) + 2 * num_branches
+        self.listing.count("evictions judged")
+        if newcomer in self._swapped or not isinstance(most, int):
+            return
+        if places <= most and num_blocks <= num_free:
+            self.listing.report(
+                Code.WORK_VAIN,
+                event.step,
+                f"it is preempted for {newcomer}, which fits beside it: {num_free} blocks are "
+                f"free, and it and all that run take {num_blocks} at most",
+                once=event.request,
+                request=event.request,
+            )
+
+    def _num_spare(self, request: str) -> int:
+        """Blocks that an admission beside others leaves free, at most."""
+        config = self._header.config
+        watermark, drafts = config.get("watermark", 0), config.get("num_speculative_tokens", 0)
+        assert isinstance(watermark, int | float)
+        assert isinstance(drafts, int)
+        num_blocks = int(watermark * self._header.num_blocks)
+        return num_blocks + (self._num_branches(request) * self._blocks(drafts) if drafts else 0)
+
+    def _num_branches(self, request: str) -> int:
+        """Those that have not ended."""
+        spec = self._specs.get(request)
+        count = 1 if spec is None else spec.sampling.num_sequences
+        if spec is not None and spec.sampling.beam is not None:
+            return count  # its beams come and go, and it keeps their places
+        return max(1, count - self._ended[request])
+
+    def _blocks(self, num_tokens: int) -> int:
+        return num_blocks_for(num_tokens, self._header.block_size)

@@ -1,0 +1,178 @@
+"""Idle room: the next in the queue waits although there is room; and what is within its rights."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from fake_engine import run_fake
+from fake_trials import make_workload
+
+from preempt_harness.adapters.embedded import EmbeddedAdapter
+from preempt_harness.checks import Code, Finding, run_checks
+from preempt_harness.faults import Fault, Patch, plant
+from preempt_harness.harness import PreemptHarness
+from preempt_harness.record import (
+    Arrived,
+    BlocksAllocated,
+    BlocksFreed,
+    Event,
+    Finished,
+    PlanApplied,
+    PoolCounts,
+    Preempted,
+    Scheduled,
+    SwappedOut,
+)
+
+replace = msgspec.structs.replace
+CONFIG = {"max_num_batched_tokens": 8, "max_num_seqs": 4, "preemption_mode": "swap"}
+
+
+def judged(part: str, *events: Event, **config: object) -> list[Finding]:
+    """Findings of one part of a log that consists of these events; blocks of four tokens."""
+    record = run_fake(make_workload([6, 9, 7], max_tokens=4))
+    record.header = replace(
+        record.header,
+        capabilities=["recompute", "swap", "strict_order"],
+        block_size=4,
+        num_blocks=8,
+        config={**CONFIG, **config},
+        observed=[*record.header.observed, "SwappedOut", "SwappedIn"],
+    )
+    record.events = list(events)
+    report = run_checks(record, ["work"])
+    return [
+        finding
+        for result in report.of("work")
+        if result.part == part
+        for finding in result.findings
+    ]
+
+
+def arrived(request: str, num_tokens: int = 6) -> Arrived:
+    return Arrived(0, request, [1] * num_tokens, 4, 0)
+
+
+def pool(step: int, free: int, held: int = 0) -> PoolCounts:
+    return PoolCounts(step, 8, free, 0, 8 - free - held, held)
+
+
+def waits(free: int, *more: Event, end: int = 6, **config: object) -> list[Finding]:
+    """r0 runs and r1, of two blocks, waits in step 1, before which so many blocks are free."""
+    return judged(
+        "idle room",
+        arrived("r0"),
+        BlocksAllocated(0, "r0.0", [0, 1], 0),
+        Scheduled(0, "r0.0", 0, 6),
+        pool(0, free),
+        arrived("r1"),
+        *more,
+        Scheduled(1, "r0.0", 6, end + 1),
+        pool(1, free),
+        **config,
+    )
+
+
+def test_who_waits_beside_room_is_found() -> None:
+    (found,) = waits(2)
+    assert (found.code, found.step, found.request) == (Code.WORK_IDLE, 1, "r1")
+    assert "2 blocks are free and it takes 2" in found.message
+
+
+def test_who_lacks_a_block_a_place_or_a_token_waits_by_right() -> None:
+    assert waits(1) == []
+    assert waits(2, max_num_seqs=1) == []
+    assert waits(2, end=13) == []  # eight tokens, the whole budget
+    assert waits(3, watermark=0.25) == []
+    assert waits(4, watermark=0.25)
+    assert waits(3, num_speculative_tokens=5) == []
+    assert waits(4, num_speculative_tokens=5)
+
+
+def test_blocks_of_the_step_itself_are_not_room() -> None:
+    assert waits(2, BlocksAllocated(1, "r0.0", [2], 0)) == []
+    assert waits(3, BlocksAllocated(1, "r0.0", [2], 0))
+
+
+def test_steps_with_reasons_of_their_own_are_excused() -> None:
+    assert waits(4, PlanApplied(1, "squeeze:all@1..3")) == []
+    assert waits(4, Preempted(1, "r0", "recompute", "decode", "out_of_blocks", 6, 7)) == []
+    assert waits(4, async_scheduling=1) == []
+    held = [arrived("r0"), pool(0, 4, held=1), pool(1, 4, held=1)]
+    assert judged("idle room", *held) == []
+    assert judged("idle room", arrived("r0"), pool(0, 4), pool(1, 4))
+
+
+def test_who_ends_in_the_step_had_its_place_in_it() -> None:
+    log = [
+        arrived("r0"),
+        BlocksAllocated(0, "r0.0", [0, 1], 0),
+        Scheduled(0, "r0.0", 0, 6),
+        pool(0, 6),
+        arrived("r1"),
+        Scheduled(1, "r0.0", 6, 7),
+        BlocksFreed(1, "r0.0", [0, 1]),
+        Finished(1, "r0", "length"),
+        pool(1, 8),
+    ]
+    assert judged("idle room", *log, max_num_seqs=1) == []
+    assert judged("idle room", *log, pool(2, 8), max_num_seqs=1)
+
+
+BRANCHES_COUNT_FOR_EVER = Fault(
+    name="ended-branches-count",
+    mechanism="a branch that has ended still counts for max_num_seqs",
+    source="mechanism",
+    expected=("WORK",),
+    patches=(Patch("preempt_engine.branches:Branches.end", "request.num_seqs -= 1", "pass"),),
+)
+
+
+def test_places_of_branches_that_ended_are_room() -> None:
+    harness = PreemptHarness(EmbeddedAdapter(), {"block_size": 4})
+    spec = harness.workload(requests=4, prompt_tokens=5, max_tokens=16)
+    stops = tuple(range(4, 20))
+    first = replace(spec.requests[0].sampling, n=3, temperature=1.0, seed=1, stop_token_ids=stops)
+    requests = [replace(spec.requests[0], sampling=first), *spec.requests[1:]]
+    workload = replace(spec, requests=requests)
+
+    def idle() -> list[Finding]:
+        result = harness.run(workload, 64, max_num_seqs=3, baseline=None, expect_preemption=False)
+        return [found for found in result.findings if found.code == Code.WORK_IDLE]
+
+    assert idle() == []
+    with plant(BRANCHES_COUNT_FOR_EVER) as planted:
+        assert idle()
+    assert planted.num_reached
+
+
+def out(step: int, request: str = "r0", mode: str = "recompute") -> list[Event]:
+    """A request of two blocks loses them for want of a block."""
+    events: list[Event] = [
+        BlocksAllocated(step, f"{request}.0", [0, 1], 0),
+        Preempted(step, request, mode, "decode", "out_of_blocks", 6, 7),
+        BlocksFreed(step, f"{request}.0", [0, 1]),
+    ]
+    return events
+
+
+@pytest.mark.parametrize(("space", "is_found"), [(2, True), (1, False), (0, False)])
+def test_who_is_recomputed_beside_room_on_the_host_is_found(space: int, is_found: bool) -> None:
+    found = judged("swaps", arrived("r0"), *out(3), swap_space_blocks=space)
+    assert [finding.code for finding in found] == [Code.WORK_RECOMPUTE] * is_found
+
+
+def test_host_blocks_of_others_are_no_room_until_their_step_is_done() -> None:
+    swapped = [*out(1, "r1", "swap"), SwappedOut(1, "r1", [(0, 0), (1, 1)])]
+    assert judged("swaps", *swapped, *out(3), swap_space_blocks=3) == []
+    assert judged("swaps", *swapped, *out(3), swap_space_blocks=4)
+    ended = Finished(3, "r1", "stop")
+    assert judged("swaps", *swapped, ended, *out(3), swap_space_blocks=3) == []
+    assert judged("swaps", *swapped, ended, *out(4), swap_space_blocks=3)
+
+
+def test_only_an_engine_that_swaps_by_itself_is_judged() -> None:
+    assert judged("swaps", *out(3), swap_space_blocks=9, preemption_mode="recompute") == []
+    assert judged("swaps", *out(3)) == []  # nobody says how large the swap space is
+    forced = [replace(e, reason="forced") if isinstance(e, Preempted) else e for e in out(3)]
+    assert judged("swaps", *forced, swap_space_blocks=9) == []
