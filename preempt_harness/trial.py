@@ -125,7 +125,7 @@ class _Run:
             adapter.name,
             num_reserved_blocks=session.info.config.get("reserved_blocks", 0),
             num_ahead=trial.settings.async_scheduling,
-            poisons=_poisons(trial.settings) and POISON_EVENTS <= set(session.info.observed),
+            poisons=_poisons(trial.settings) and set(session.info.observed) >= POISON_EVENTS,
         )
 
     def loop(self) -> None:
