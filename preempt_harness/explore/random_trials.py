@@ -107,7 +107,7 @@ def random_trial(
         features=[*chosen, *(later_features(seed, adapter) if later else ())],
     )
     if foreseen and in_turn.random() < _IN_TURN:
-        workload = _in_turn(in_turn, workload)
+        settings, workload = _in_turn(in_turn, settings, workload, adapter)
     if later:
         workload = _continued(random.Random(f"{seed}/continued"), settings, workload, adapter)
         queue = random.Random(f"{seed}/queue")
@@ -252,14 +252,36 @@ def later_features(seed: int | str, adapter: EngineAdapter) -> list[str]:
     ]
 
 
-def _in_turn(source: random.Random, workload: Workload) -> Workload:
-    """Requests come one by one, while others run or wait for their return."""
+def _in_turn(
+    source: random.Random, settings: EngineSettings, workload: Workload, adapter: EngineAdapter
+) -> tuple[EngineSettings, Workload]:
+    """Both; requests come one by one, or all but the first at once, while others run or wait.
+
+    Who come at once find the first one's blocks, and share a small token budget if they can.
+    """
     horizon = max(request.sampling.max_tokens for request in workload.requests)
+    first, *others = workload.requests
+    if protocol.PREFIX_CACHING not in adapter.capabilities or source.random() < 0.5:
+        requests = [
+            msgspec.structs.replace(request, arrival_step=source.randint(0, horizon))
+            for request in workload.requests
+        ]
+        return settings, msgspec.structs.replace(workload, requests=in_order_of_arrival(requests))
+    settings = msgspec.structs.replace(settings, enable_prefix_caching=True)
+    if protocol.CHUNKED_PREFILL in adapter.capabilities:
+        budget = source.randint(2, 2 + 2 * first.num_prompt_tokens)
+        settings = msgspec.structs.replace(settings, max_num_batched_tokens=budget)
+    arrival = first.arrival_step + source.randint(1, 4 + horizon)
     requests = [
-        msgspec.structs.replace(request, arrival_step=source.randint(0, horizon))
-        for request in workload.requests
+        msgspec.structs.replace(
+            other,
+            prompt_token_ids=[*first.prompt_token_ids, *other.prompt_token_ids[:2]],
+            arrival_step=arrival,
+        )
+        for other in others
     ]
-    return msgspec.structs.replace(workload, requests=in_order_of_arrival(requests))
+    workload = msgspec.structs.replace(workload, requests=in_order_of_arrival([first, *requests]))
+    return settings, workload
 
 
 def _continued(
