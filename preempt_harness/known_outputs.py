@@ -90,13 +90,16 @@ def with_followers(
     others = [request for index, request in enumerate(workload.requests) if index != of]
     count = source.randint(1, min(_MAX_FOLLOWERS, len(others)))
     for request in others[:count]:
-        place = source.choice((end, source.choice(boundaries))) + source.choice((-1, 0, 0, 1))
+        place = source.choice((end, end, source.choice(boundaries))) + source.choice((-1, 0, 0, 1))
+        later = source.randint(1, 2 * length)
+        if source.random() < 0.5:  # about when it ends
+            later = len(output) + source.randint(0, 4)
         own = request.prompt_token_ids[: source.choice((0, 1, 1, block_size))]
         requests.append(
             replace(
                 request,
                 prompt_token_ids=[*text[:place], *own],
-                arrival_step=leader.arrival_step + source.randint(1, 2 * length),
+                arrival_step=leader.arrival_step + later,
             )
         )
     return replace(workload, requests=in_order_of_arrival([*requests, *others[count:]]))
@@ -104,7 +107,7 @@ def with_followers(
 
 def _ending(source: random.Random, output: Sequence[int]) -> SamplingSpec:
     """Plain parameters with which that is the whole output."""
-    if source.random() < 0.5 and output[-1] not in output[:-1]:
+    if source.random() < 0.6 and output[-1] not in output[:-1]:
         more = source.randint(1, _BEYOND)
         return SamplingSpec(max_tokens=len(output) + more, stop_token_ids=(output[-1],))
     return SamplingSpec(max_tokens=len(output))

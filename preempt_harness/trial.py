@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from preempt_harness import record
-from preempt_harness._knob_watch import KnobWatch
+from preempt_harness._knob_watch import POISON_EVENTS, KnobWatch
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.child import EngineProcessError
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, Session
@@ -125,6 +125,7 @@ class _Run:
             adapter.name,
             num_reserved_blocks=session.info.config.get("reserved_blocks", 0),
             num_ahead=trial.settings.async_scheduling,
+            poisons=_poisons(trial.settings) and set(session.info.observed) >= POISON_EVENTS,
         )
 
     def loop(self) -> None:
@@ -232,9 +233,15 @@ class _Run:
         every = self._session.info.num_blocks
         wanted = every if command.blocks == "all" else command.blocks
         num_held = self._session.hold_blocks(wanted)
-        self._knobs.held(num_held)
+        if self._sees_knobs:
+            self._knobs.held(num_held, wanted)
         if num_held == 0 and wanted > 0:
             self._plan_runner.refuse(command, "no block is free that could be held")
+
+
+def _poisons(settings: EngineSettings) -> bool:
+    """Whether every block that is freed is to be poisoned: none is kept for a prefix cache."""
+    return bool(settings.options.get("poison")) and not settings.enable_prefix_caching
 
 
 def poll_bound(workload: Workload, plan: PreemptionPlan) -> int:

@@ -79,7 +79,9 @@ class _Hits:
         self._content: dict[int, tuple[int, int]] = {}  # block -> (chain value, step)
         self._places: defaultdict[int, set[int]] = defaultdict(set)  # value -> blocks, ever
         self._swapped: set[str] = set()
-        self._before_reset: list[Lease] = []  # what these go on to compute may not be offered
+        # What goes on from content of before a reset may not be offered, and where that came back
+        # from the host, nobody knows its age.
+        self._not_offered: list[Lease] = []
 
     def take(self, event: object) -> None:
         """Take in the next event."""
@@ -104,7 +106,7 @@ class _Hits:
             self._tables.fork(event)
         elif isinstance(event, CacheReset):
             self._content.clear()
-            self._before_reset = list(self._tables.leases.values())
+            self._not_offered = list(self._tables.leases.values())
         elif isinstance(event, Preempted):
             if event.mode == "swap":
                 self._swapped.add(event.request)
@@ -113,11 +115,13 @@ class _Hits:
 
     def _allocate(self, event: BlocksAllocated) -> None:
         request = request_of(event.seq)
-        if event.seq not in self._tables.leases:
-            if event.seq in self._judged and request not in self._swapped:
-                self._judge(event)
-            self._swapped.discard(request)
+        begins, comes_back = event.seq not in self._tables.leases, request in self._swapped
+        if begins and not comes_back and event.seq in self._judged:
+            self._judge(event)
         self._tables.allocate(event)
+        if begins and comes_back:
+            self._not_offered.append(self._tables.leases[event.seq])
+            self._swapped.discard(request)
         for block in event.blocks[event.num_cached :]:
             self._content.pop(block, None)
 
@@ -155,7 +159,7 @@ class _Hits:
         for seq, start, end in zip(seqs, starts, ends, strict=True):
             first, stop = start // self._size, end // self._size
             lease = self._tables.leases.get(seq)
-            if first == stop or lease is None or lease in self._before_reset:
+            if first == stop or lease is None or lease in self._not_offered:
                 continue
             chain = self._chain(seq)
             for index in range(first, min(stop, len(chain), len(lease.blocks))):

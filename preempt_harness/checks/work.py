@@ -218,7 +218,8 @@ def check_vain(trace: Trace) -> CheckResult:
     It needs slots for the token after those that are computed or on their way, and for its drafts.
     Where blocks are swapped out, freed ones may be withheld until they are copied, so that they are
     had in the next step, unless whoever they are for is taken away before, by the plan, by the user
-    or for others in turn, or the others use up that step's token budget. What several
+    or for others in turn, somebody more urgent than the victim comes in that step and waits for
+    more, or the others use up that step's token budget. What several
     branches of one victim needed, copies of shared blocks included, the log does not tell; such a
     victim is taken to have needed a block. Nor is a scheduler judged that decides ahead: a victim's
     blocks come free when the steps under way are done, and by then whoever needed them may have
@@ -232,6 +233,7 @@ def check_vain(trace: Trace) -> CheckResult:
     swapping: set[int] = set()
     num_drafts = trace.header.config.get("num_speculative_tokens", 0)
     for event in trace.of(
+        Arrived,
         BlocksAllocated,
         BlocksFreed,
         BlocksReplaced,
@@ -252,6 +254,11 @@ def check_vain(trace: Trace) -> CheckResult:
         elif isinstance(event, SwappedOut):
             steps.setdefault(event.step, _Taking())
             swapping.add(event.step)
+        elif isinstance(event, Arrived) and event.step - 1 in swapping:
+            before = steps[event.step - 1]
+            victims = [trace.specs[name] for name in before.displaced if name in trace.specs]
+            if any(event.priority < spec.priority for spec in victims):
+                before.take(f"{event.request}, more urgent", is_new=True)
         if _takes_away(event) and event.step - 1 in swapping:
             # Whoever it is, the victim too: another order of urgency may leave nobody to come.
             steps[event.step - 1].take(f"{event.request}, from outside", is_new=True)

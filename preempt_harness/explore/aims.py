@@ -8,6 +8,9 @@
                  steps are decided ahead and drafts take blocks
     want         one request or two, decided ahead, that get no block for long
     both ways    more and less urgent requests swapped out and in, with swap space for few blocks
+    all out      everybody swapped out at once, for which there is swap space or not, and newcomers
+    own drafts   the target drafts for itself, while blocks are copied, swapped and computed anew
+    under way    requests swapped out while drafts of theirs are under way
     old content  a cache reset while somebody with a text that others come with later runs or waits
     same text    prompts of one text, cut into chunks, whose readers lose their blocks on the way
 
@@ -27,7 +30,15 @@ from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, Kno
 from preempt_harness.explore.random_settings import drafted, takes
 from preempt_harness.generators import in_order_of_arrival
 from preempt_harness.known_outputs import is_plain, with_followers, with_limits
-from preempt_harness.plan import Action, Preempt, PreemptionPlan, Squeeze, Step
+from preempt_harness.plan import (
+    Action,
+    Mode,
+    Preempt,
+    PreemptAll,
+    PreemptionPlan,
+    Squeeze,
+    Step,
+)
 from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
 
 _LONGEST_OUTPUT_BLOCKS = 4
@@ -56,11 +67,14 @@ class Aim(msgspec.Struct, frozen=True, kw_only=True):
         apply: changes a trial.
         needed: capabilities without which nothing would be left of it.
         at_outputs: whether outputs must be known beforehand.
+        weight: how often it is drawn, in proportion to others; more if what it is for seldom
+            happens in its trials.
     """
 
     apply: Callable[[random.Random, Aimed, EngineAdapter], Aimed]
     needed: frozenset[str]
     at_outputs: bool = False
+    weight: int = 2
 
     def suits(self, adapter: EngineAdapter) -> bool:
         """Whether the engine is capable of it."""
@@ -82,7 +96,8 @@ def aim(
     able = [candidate for candidate in AIMS.values() if candidate.suits(adapter)]
     if not able:
         return trial
-    aimed = source.choice(able).apply(source, trial, adapter)
+    (chosen,) = source.choices(able, [candidate.weight for candidate in able])
+    aimed = chosen.apply(source, trial, adapter)
     actions = tuple(
         action
         for action in aimed.actions
@@ -96,8 +111,8 @@ def aim(
 
 def _followers(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
     settings = msgspec.structs.replace(trial.settings, enable_prefix_caching=True)
-    if source.random() < 0.6:
-        settings = _drafted(source, settings, adapter, rates=(0.0, 0.5, 0.9))
+    if source.random() < 0.75:
+        settings = _drafted(source, settings, adapter, rates=(0.0, 0.0, 0.5, 0.9))
     workload = _with_company(trial.workload, 2)
     index = source.randrange(len(workload.requests))
     prompt = workload.requests[index].prompt_token_ids
@@ -108,7 +123,10 @@ def _followers(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> A
     workload = with_followers(
         source, workload, text=[*prompt, *output], of=index, block_size=settings.block_size
     )
-    return Aimed(settings=settings, workload=workload)
+    spare = len(prompt) + length if source.random() < 0.5 else 0
+    return Aimed(
+        settings=settings, workload=workload, num_spare_blocks=spare // settings.block_size
+    )
 
 
 def _limits(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
@@ -215,10 +233,14 @@ def _small_blocks(
 
 
 def _ahead(
-    source: random.Random, settings: EngineSettings, adapter: EngineAdapter
+    source: random.Random,
+    settings: EngineSettings,
+    adapter: EngineAdapter,
+    *,
+    depths: Sequence[int] = (1, 2, 2),
 ) -> EngineSettings:
     """Steps are decided ahead if the engine can, mostly with drafts, for which there is room."""
-    depth = source.choice((1, 2, 2))
+    depth = source.choice(depths)
     budget = max(_ROOM_FOR_DRAFTS, settings.max_num_batched_tokens)
     settings = msgspec.structs.replace(settings, max_num_batched_tokens=budget)
     if protocol.ASYNC_SCHEDULING in adapter.capabilities and takes(adapter, settings, None, depth):
@@ -268,6 +290,37 @@ def _both_ways(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> A
         settings=settings,
         workload=workload,
         actions=tuple(_out_when_others_come(source, workload.requests)),
+    )
+
+
+def _all_out(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
+    workload = _with_company(_equals(trial.workload), source.randint(3, 6))
+    size = trial.settings.block_size
+    step = source.randint(2, 2 + _horizon(workload) // 2)
+    requests, blocks = [], []
+    for request in workload.requests:
+        arrival = step + source.randint(-1, 3) if source.random() < 0.3 else source.randint(0, 2)
+        more = source.randint(1, 3) * size
+        sampling = msgspec.structs.replace(
+            request.sampling, max_tokens=request.sampling.max_tokens + more
+        )
+        requests.append(msgspec.structs.replace(request, arrival_step=arrival, sampling=sampling))
+        blocks.append((request.num_prompt_tokens + step) // size + 1)
+    settings = msgspec.structs.replace(
+        trial.settings,
+        max_num_seqs=max(4, trial.settings.max_num_seqs),
+        max_num_batched_tokens=max(_ROOM_FOR_DRAFTS, trial.settings.max_num_batched_tokens),
+        options={
+            **trial.settings.options,
+            "preemption_mode": "swap",
+            "swap_space_blocks": source.randint(min(blocks), sum(blocks)),
+        },
+    )
+    return Aimed(
+        settings=settings,
+        workload=msgspec.structs.replace(workload, requests=in_order_of_arrival(requests)),
+        actions=(PreemptAll(Step(step), "swap"),),
+        num_spare_blocks=sum(blocks) // source.choice((1, 2, 4)),
     )
 
 
@@ -384,6 +437,75 @@ def _long_text(source: random.Random, requests: Sequence[RequestSpec], least: in
     return text[: least + source.randint(0, 3)]
 
 
+# Drafts and blocks that move ----------------------------------------------------------------------
+
+
+def _own_drafts(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
+    settings = msgspec.structs.replace(
+        trial.settings,
+        async_scheduling=0,
+        tensor_parallel_size=1,
+        max_num_seqs=max(4, trial.settings.max_num_seqs),
+    )
+    settings = drafted(
+        source, settings, adapter, methods=("draft_model",), counts=(1, 2, 3, 5), rates=(1.0,)
+    )
+    requests = []
+    branches = {protocol.PARALLEL_SAMPLING, protocol.SAMPLING} <= adapter.capabilities
+    for request in trial.workload.requests[:3]:
+        most = request.sampling.max_tokens + settings.block_size
+        sampling = SamplingSpec(max_tokens=most)
+        if branches and source.random() < 0.6:
+            count = source.choice((2, 2, 3))
+            sampling = SamplingSpec(max_tokens=most, temperature=1.0, n=count)
+        prompt = request.prompt_token_ids
+        if len(prompt) % settings.block_size == 0 and len(prompt) > 1:
+            prompt = prompt[:-1]  # branches share a block that each of them goes on writing
+        requests.append(
+            msgspec.structs.replace(request, prompt_token_ids=prompt, sampling=sampling)
+        )
+    return _moved(source, settings, _equals(Workload(requests=requests)), adapter)
+
+
+def _under_way(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
+    settings = _ahead(source, trial.settings, adapter, depths=(1, 1, 1, 2))
+    requests = []
+    for request in trial.workload.requests[:4]:
+        more = source.randint(1, 3) * settings.block_size
+        sampling = msgspec.structs.replace(
+            request.sampling, max_tokens=request.sampling.max_tokens + more
+        )
+        requests.append(msgspec.structs.replace(request, sampling=sampling))
+    return _moved(source, settings, _equals(Workload(requests=requests)), adapter)
+
+
+def _moved(
+    source: random.Random, settings: EngineSettings, workload: Workload, adapter: EngineAdapter
+) -> Aimed:
+    """Requests lose their blocks now and then, mostly to the host if the engine can."""
+    modes: list[Mode] = [
+        mode for mode in ("swap", "swap", "recompute") if mode in adapter.capabilities
+    ]
+    if not modes:
+        return Aimed(settings=settings, workload=workload)
+    mode = source.choice(modes)
+    if mode == "swap":
+        options = {**settings.options, "preemption_mode": mode}
+        options.pop("swap_space_blocks", None)
+        settings = msgspec.structs.replace(settings, options=options)
+    last = _horizon(workload)
+    actions = [
+        Preempt(source.choice(workload.requests).id, Step(source.randint(1, last)), mode)
+        for _ in range(source.randint(1, 3))
+    ]
+    return Aimed(settings=settings, workload=workload, actions=tuple(actions))
+
+
+def _horizon(workload: Workload) -> int:
+    """A step about which the workload's longest output ends, if it has what it needs."""
+    return 4 + max(request.sampling.max_tokens for request in workload.requests)
+
+
 def _with_option(
     settings: EngineSettings, adapter: EngineAdapter, capability: str, name: str, value: Any
 ) -> EngineSettings:
@@ -397,6 +519,7 @@ AIMS = {
         apply=_followers,
         needed=frozenset({protocol.PREFIX_CACHING, protocol.STOP_TOKENS}),
         at_outputs=True,
+        weight=3,
     ),
     "limits": Aim(
         apply=_limits,
@@ -406,7 +529,21 @@ AIMS = {
     "ends": Aim(apply=_ends, needed=frozenset({protocol.STEPPED})),
     "want": Aim(apply=_want, needed=frozenset({protocol.STEPPED, protocol.HOLD_BLOCKS})),
     "both ways": Aim(
-        apply=_both_ways, needed=frozenset({protocol.STEPPED, protocol.SWAP, protocol.PREEMPT})
+        apply=_both_ways,
+        needed=frozenset({protocol.STEPPED, protocol.SWAP, protocol.PREEMPT}),
+        weight=3,
+    ),
+    "all out": Aim(
+        apply=_all_out, needed=frozenset({protocol.STEPPED, protocol.SWAP, protocol.PREEMPT})
+    ),
+    "own drafts": Aim(
+        apply=_own_drafts,
+        needed=frozenset({protocol.STEPPED, protocol.SPECULATION, protocol.PREEMPT}),
+        weight=1,
+    ),
+    "under way": Aim(
+        apply=_under_way,
+        needed=frozenset({protocol.STEPPED, protocol.ASYNC_SCHEDULING, protocol.PREEMPT}),
     ),
     "old content": Aim(
         apply=_old_content,

@@ -30,6 +30,7 @@ from preempt_harness.explore.strategy import SearchTask
 from preempt_harness.generators import (
     FEATURES,
     LATER_FEATURES,
+    in_order_of_arrival,
     random_tokens,
     random_workload,
 )
@@ -45,6 +46,7 @@ _GIANTS = 0.1  # of trials with a request that can never run
 _SHORT_MODELS = 0.15  # of trials in which max_model_len ends a request
 _LATER = 0.15  # share of trials with each of the later features
 _PREDICTABLE = 0.15  # of trials that the engine's admission model can be played over
+_IN_TURN = 0.5  # of these, how many have requests that come one by one
 _UNPREDICTABLE = (
     "outputs",
     "beams",
@@ -54,7 +56,7 @@ _UNPREDICTABLE = (
     "operations",
 )
 _CONTINUED = 0.25  # of trials in which a prompt goes on where another's output is
-_AIMED = 0.3  # of trials that aim at several things at once
+_AIMED = 0.4  # of the trials that are not predictable: how many aim at several things at once
 _QUEUE_LIMITED = 0.1  # of trials in which few requests may wait
 
 
@@ -84,13 +86,15 @@ def random_trial(
             seed gives what it gave before there were any.
     """
     source = random.Random(f"{seed}/trial")
-    aimable = later and settings is None
+    given = settings is not None
     if settings is None:
         settings = random_settings(source, adapter, model)
         settings = with_drafts(random.Random(f"{seed}/drafts"), settings, adapter)
         settings = with_steps_ahead(random.Random(f"{seed}/ahead"), settings, adapter)
     chosen = random_features(source, adapter) if features is None else list(features)
-    if later and random.Random(f"{seed}/predictable").random() < _PREDICTABLE:
+    in_turn = random.Random(f"{seed}/predictable")
+    foreseen = later and in_turn.random() < _PREDICTABLE
+    if foreseen:
         settings = predictable(settings)
         chosen = [name for name in chosen if name not in _UNPREDICTABLE]
         action_kinds = ()
@@ -102,13 +106,15 @@ def random_trial(
         max_tokens=max_tokens,
         features=[*chosen, *(later_features(seed, adapter) if later else ())],
     )
+    if foreseen and in_turn.random() < _IN_TURN:
+        settings, workload = _in_turn(in_turn, settings, workload, adapter)
     if later:
         workload = _continued(random.Random(f"{seed}/continued"), settings, workload, adapter)
         queue = random.Random(f"{seed}/queue")
         settings, workload = _with_short_queue(queue, settings, workload, adapter)
     drawn = Aimed(settings=settings, workload=workload)
     aims = random.Random(f"{seed}/aim")
-    if aimable and aims.random() < _AIMED:
+    if later and not given and not foreseen and aims.random() < _AIMED:
         drawn = aim(aims, drawn, adapter, planned=bool(action_kinds))
     settings, workload = _limited(source, drawn.settings, drawn.workload, adapter)
     admission = adapter.admission_model(settings)
@@ -245,6 +251,38 @@ def later_features(seed: int | str, adapter: EngineAdapter) -> list[str]:
         if random.Random(f"{seed}/{name}/chosen").random() < _LATER
         and needs.get(name, set()) <= adapter.capabilities
     ]
+
+
+def _in_turn(
+    source: random.Random, settings: EngineSettings, workload: Workload, adapter: EngineAdapter
+) -> tuple[EngineSettings, Workload]:
+    """Both; requests come one by one, or all but the first at once, while others run or wait.
+
+    Who come at once find the first one's blocks, and share a small token budget if they can.
+    """
+    horizon = max(request.sampling.max_tokens for request in workload.requests)
+    first, *others = workload.requests
+    if protocol.PREFIX_CACHING not in adapter.capabilities or source.random() < 0.5:
+        requests = [
+            msgspec.structs.replace(request, arrival_step=source.randint(0, horizon))
+            for request in workload.requests
+        ]
+        return settings, msgspec.structs.replace(workload, requests=in_order_of_arrival(requests))
+    settings = msgspec.structs.replace(settings, enable_prefix_caching=True)
+    if protocol.CHUNKED_PREFILL in adapter.capabilities:
+        budget = source.randint(2, 2 + 2 * first.num_prompt_tokens)
+        settings = msgspec.structs.replace(settings, max_num_batched_tokens=budget)
+    arrival = first.arrival_step + source.randint(1, 4 + horizon)
+    requests = [
+        msgspec.structs.replace(
+            other,
+            prompt_token_ids=[*first.prompt_token_ids, *other.prompt_token_ids[:2]],
+            arrival_step=arrival,
+        )
+        for other in others
+    ]
+    workload = msgspec.structs.replace(workload, requests=in_order_of_arrival([first, *requests]))
+    return settings, workload
 
 
 def _continued(

@@ -17,7 +17,7 @@ from preempt_harness.adapters.protocol import EngineAdapter
 from preempt_harness.budget import BudgetError, KVBudget
 from preempt_harness.errors import HarnessError
 from preempt_harness.explore.search import Failure, TrialRunner
-from preempt_harness.plan import Action, PreemptionPlan
+from preempt_harness.plan import Action, PreemptionPlan, Squeeze
 from preempt_harness.trial import Trial
 from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
 
@@ -66,12 +66,22 @@ class _Shrinker:
         while progress and self._left > 0:
             progress = False
             for propose in _PASSES:
-                while self._left > 0 and self._improve(propose):
+                while self._left > 0 and self._improve(propose, lambda _: True):
+                    progress = True
+            for propose in _ATTEMPTS:
+                while self._left > 0 and self._improve(propose, self._has_fewer_preemptions):
                     progress = True
         return self._best
 
-    def _improve(self, propose: Callable[[Trial, EngineAdapter], Proposals]) -> bool:
-        """Keep the first proposal that still fails; False when none does."""
+    def _has_fewer_preemptions(self, failure: Failure) -> bool:
+        return failure.num_preemptions < self._best.num_preemptions
+
+    def _improve(
+        self,
+        propose: Callable[[Trial, EngineAdapter], Proposals],
+        is_better: Callable[[Failure], bool],
+    ) -> bool:
+        """Keep the first proposal that still fails and is better; False when none is."""
         for trial in propose(self._best.trial, self._runner.adapter):
             if self._left <= 0:
                 return False
@@ -79,7 +89,7 @@ class _Shrinker:
                 continue
             self._left -= 1
             failure = self._runner.failure(trial)
-            if failure is not None and self._code in failure.codes:
+            if failure is not None and self._code in failure.codes and is_better(failure):
                 self._best = failure
                 return True
         return False
@@ -147,12 +157,23 @@ def _plain_settings(trial: Trial, adapter: EngineAdapter) -> Proposals:
         "max_num_batched_tokens": 2048,
         "watermark": 0.0,
         "max_model_len": None,
+        "max_waiting_requests": None,
         "enable_prefix_caching": False,
+        "tensor_parallel_size": 1,
     }
+    if not _has_priorities(trial.workload):
+        plain["scheduling_policy"] = "fcfs"
     for name, value in plain.items():
         if getattr(trial.settings, name) != value:
             settings = msgspec.structs.replace(trial.settings, **{name: value})
             yield from _refit(_with(trial, settings=settings), adapter)
+    for limit in _shorter(trial.settings.max_waiting_requests or 0):
+        settings = msgspec.structs.replace(trial.settings, max_waiting_requests=limit)
+        yield _with(trial, settings=settings)
+    options = trial.settings.options
+    for left_out in options if len(options) > 1 else ():
+        kept = {name: value for name, value in options.items() if name != left_out}
+        yield _with(trial, settings=msgspec.structs.replace(trial.settings, options=kept))
 
 
 def _plain_requests(trial: Trial, adapter: EngineAdapter) -> Proposals:
@@ -162,6 +183,15 @@ def _plain_requests(trial: Trial, adapter: EngineAdapter) -> Proposals:
             yield _with_request(trial, index, msgspec.structs.replace(request, sampling=plain))
         if request.arrival_step:
             yield _with_request(trial, index, msgspec.structs.replace(request, arrival_step=0))
+        if request.priority:
+            yield _with_request(trial, index, msgspec.structs.replace(request, priority=0))
+
+
+def _has_priorities(workload: Workload) -> bool:
+    """Whether it asks for them; an engine may refuse them where it does not heed them."""
+    return any(request.priority for request in workload.requests) or any(
+        operation.kind == "set_priority" for operation in workload.operations
+    )
 
 
 def _shorten_outputs(trial: Trial, adapter: EngineAdapter) -> Proposals:
@@ -200,6 +230,36 @@ def _fewer_forced(trial: Trial, adapter: EngineAdapter) -> Proposals:
             yield _with(trial, plan=_encode([*actions[:index], changed, *actions[index + 1 :]]))
 
 
+def _shorten_squeezes(trial: Trial, adapter: EngineAdapter) -> Proposals:
+    """Blocks are given back earlier, or taken later."""
+    actions = PreemptionPlan.parse(trial.plan).actions
+    for index, action in enumerate(actions):
+        if not isinstance(action, Squeeze):
+            continue
+        for length in _shorter(action.stop - action.start):
+            for start in (action.start, action.stop - length):
+                changed: Action = Squeeze(action.blocks, start, start + length)
+                yield _with(trial, plan=_encode([*actions[:index], changed, *actions[index + 1 :]]))
+
+
+def _larger_pools(trial: Trial, adapter: EngineAdapter) -> Proposals:
+    """With more blocks fewer requests lose theirs; and there is no need of more than roomy ones."""
+    admission = adapter.admission_model(trial.settings)
+    most = KVBudget.roomy(trial.workload, admission).num_blocks
+    now = trial.settings.num_blocks
+    for count in sorted({now + 1, now + 2, (now + most) // 2, most - 1}, reverse=True):
+        if now < count <= most:
+            yield _with_blocks(trial, KVBudget.solve(trial.workload, admission, count))
+
+
+def _later_arrivals(trial: Trial, adapter: EngineAdapter) -> Proposals:
+    """Who comes later may find more room."""
+    for index, request in enumerate(trial.workload.requests):
+        if index:
+            later = msgspec.structs.replace(request, arrival_step=request.arrival_step + 1)
+            yield _with_request(trial, index, later)
+
+
 def _more_blocks(trial: Trial, adapter: EngineAdapter) -> Proposals:
     """A pool in which nothing is preempted but what the plan forces."""
     if trial.plan:
@@ -217,8 +277,13 @@ _PASSES = (
     _shorten_prompts,
     _plain_requests,
     _fewer_forced,
+    _shorten_squeezes,
     _more_blocks,
 )
+"""What they propose is simpler whatever comes of it."""
+
+_ATTEMPTS = (_larger_pools, _later_arrivals)
+"""What they propose is kept only if there are fewer preemptions."""
 
 
 # Helpers ------------------------------------------------------------------------------------------

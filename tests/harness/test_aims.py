@@ -12,12 +12,15 @@ from preempt_harness.adapters import protocol
 from preempt_harness.adapters.embedded import EmbeddedAdapter
 from preempt_harness.adapters.protocol import EngineSettings
 from preempt_harness.budget import KVBudget
+from preempt_harness.checks._work_drafts import drafts_for_itself
+from preempt_harness.checks.drafts import DraftLedger
 from preempt_harness.explore.aims import AIMS, Aimed, aim
 from preempt_harness.explore.random_settings import random_settings
 from preempt_harness.explore.random_trials import random_trial
 from preempt_harness.generators import random_workload
-from preempt_harness.plan import PreemptionPlan, Squeeze
+from preempt_harness.plan import PreemptAll, PreemptionPlan, Squeeze, Step
 from preempt_harness.record import (
+    BlocksCopied,
     BlocksPoisoned,
     CacheReset,
     Finished,
@@ -130,6 +133,57 @@ def test_both_ways_in_one_step() -> None:
         record = run(trial)
         num_both += bool(steps_of(record, SwappedIn) & steps_of(record, SwappedOut))
     assert num_both
+
+
+def test_all_out_swaps_several_out_in_one_step_and_others_come_meanwhile() -> None:
+    num_together = num_newcomers = 0
+    for trial in aimed("all out"):
+        record = run(trial)
+        (action,) = trial.actions
+        assert isinstance(action, PreemptAll)
+        assert isinstance(action.at, Step)
+        forced = [
+            event
+            for event in record.events
+            if isinstance(event, Preempted) and event.reason == "forced"
+        ]
+        num_together += len(forced) > 1 and {"swap", "recompute"} == {item.mode for item in forced}
+        num_newcomers += any(
+            request.arrival_step >= action.at.number for request in trial.workload.requests
+        )
+    assert num_together > 3
+    assert num_newcomers > 10
+
+
+def test_own_drafts_are_right_while_blocks_are_copied_and_swapped() -> None:
+    num_copied = num_swapped = 0
+    for trial in aimed("own drafts"):
+        record = run(trial)
+        if drafts_for_itself(record.header):
+            ledger = DraftLedger()
+            for event in record.events:
+                ledger.take(event)
+            assert not ledger.wrong
+            num_drafted = ledger.totals["num_accepted_tokens"]
+            num_copied += bool(num_drafted and steps_of(record, BlocksCopied))
+            num_swapped += bool(num_drafted and steps_of(record, SwappedIn))
+    assert num_copied > 10
+    assert num_swapped > 5
+
+
+def test_drafts_are_under_way_when_their_request_is_swapped_out() -> None:
+    num_under_way = 0
+    for trial in aimed("under way"):
+        if trial.settings.speculative_config is None:
+            continue
+        ledger = DraftLedger()
+        for event in run(trial).events:
+            if isinstance(event, Preempted) and event.mode == "swap":
+                totals = ledger.totals
+                settled = totals["num_accepted_tokens"] + totals["num_rejected_tokens"]
+                num_under_way += totals["num_drafted_tokens"] > settled
+            ledger.take(event)
+    assert num_under_way > 5
 
 
 @pytest.mark.parametrize("name", AIMS)

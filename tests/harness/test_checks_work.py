@@ -9,6 +9,7 @@ from fake_trials import make_workload
 
 from preempt_harness.checks import CheckOptions, Code, Finding, run_checks
 from preempt_harness.record import (
+    Arrived,
     BlocksAllocated,
     BlocksFreed,
     Event,
@@ -143,6 +144,17 @@ def test_a_victim_of_a_more_urgent_request_must_let_somebody_in(grown_or_let_in:
     if grown_or_let_in == "grown":
         record.events.insert(0, BlocksAllocated(0, "r1.0", [3]))
     expected = [Code.WORK_VAIN] if grown_or_let_in == "grown" else []
+    assert [finding.code for finding in work(record)] == expected
+
+
+@pytest.mark.parametrize("urgent", [True, False])
+def test_somebody_more_urgent_may_wait_for_more_than_a_swap_withheld(urgent: bool) -> None:
+    record = eviction(newcomer_gets_blocks=False, num_tokens=7)
+    record.events[1] = replace(record.events[1], reason="priority")
+    record.events.insert(1, SwappedOut(1, "r0", [(9, 0)]))
+    priority = -1 if urgent else 0
+    record.events.append(Arrived(2, "r1", [5] * 30, max_tokens=12, priority=priority))
+    expected = [] if urgent else [Code.WORK_VAIN]
     assert [finding.code for finding in work(record)] == expected
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,9 +26,11 @@ from preempt_harness.explore.strategy import (
 )
 from preempt_harness.explore.watchdog import watched
 from preempt_harness.faults import fault_named, plant
+from preempt_harness.plan import PreemptionPlan, Squeeze
 from preempt_harness.record import AnyEvent
 from preempt_harness.replay import ReplayError
 from preempt_harness.trial import Trial
+from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
 
 DRAWING = [name for name in STRATEGIES if name != "replay"]
 FAULT = "worker-keeps-its-table-on-resume"
@@ -137,6 +140,67 @@ def test_shrinking_keeps_the_finding_and_makes_it_small() -> None:
     assert size_of(small) <= size_of(failure)
     assert size_of(small).requests <= 2
     assert size_of(small).preemptions <= 2
+
+
+def shrunk(fault: str, workload: Workload, **changes: Any) -> Failure:
+    """A trial with a fault, shrunk."""
+    settings = msgspec.structs.replace(
+        EngineSettings(model="exact", num_blocks=40, block_size=2), **changes.pop("settings", {})
+    )
+    trial = Trial(engine="embedded", settings=settings, workload=workload, **changes)
+    with plant(fault_named(fault)):
+        runner = TrialRunner(EmbeddedAdapter())
+        failure = runner.failure(trial)
+        assert failure is not None
+        return shrink(failure, runner)
+
+
+def test_shrinking_gives_blocks_back_earlier() -> None:
+    """A fault that evicts whoever waits for a token as long as no block is free."""
+    workload = Workload(
+        requests=[
+            RequestSpec(id="r0", prompt_token_ids=[5, 6, 7], sampling=SamplingSpec(max_tokens=12))
+        ]
+    )
+    small = shrunk(
+        "blocks-taken-for-tokens-to-come",
+        workload,
+        plan="squeeze:all@3..30",
+        settings={"async_scheduling": 2},
+    )
+    assert small.codes[0] == "WORK-PREEMPTIONS"
+    (squeeze,) = PreemptionPlan.parse(small.trial.plan).actions
+    assert isinstance(squeeze, Squeeze)
+    assert squeeze.stop - squeeze.start <= 6
+    assert size_of(small).preemptions <= 4
+
+
+def test_shrinking_leaves_out_what_a_failure_does_not_need() -> None:
+    workload = Workload(
+        requests=[
+            RequestSpec(
+                id=f"r{index}",
+                prompt_token_ids=[5 + index] * 9,
+                sampling=SamplingSpec(max_tokens=12),
+                priority=index,
+            )
+            for index in range(3)
+        ]
+    )
+    small = shrunk(
+        FAULT,
+        workload,
+        settings={
+            "num_blocks": 12,
+            "scheduling_policy": "priority",
+            "max_waiting_requests": 9,
+            "options": {"poison": True, "block_reuse_order": "lifo"},
+        },
+    )
+    assert small.trial.settings.scheduling_policy == "fcfs"
+    assert small.trial.settings.max_waiting_requests is None
+    assert small.trial.settings.options == {}
+    assert not any(request.priority for request in small.trial.workload.requests)
 
 
 def test_shrinking_stops_at_its_limit() -> None:

@@ -9,7 +9,18 @@ from preempt_harness.adapters.embedded import EmbeddedAdapter, EmbeddedSession
 from preempt_harness.adapters.embedded_pool import EnginePool
 from preempt_harness.adapters.protocol import EngineSettings
 from preempt_harness.generators import block_edges
-from preempt_harness.record import EngineError, PoolCounts, Preempted, TokensDelivered
+from preempt_harness.record import (
+    AnyEvent,
+    BlocksAllocated,
+    BlocksFreed,
+    BlocksPoisoned,
+    EngineError,
+    Forked,
+    PoolCounts,
+    Preempted,
+    Scheduled,
+    TokensDelivered,
+)
 from preempt_harness.trial import Trial, run_trial
 
 
@@ -21,6 +32,16 @@ class IdlePreempt(EmbeddedSession):
 class IdleHold(EmbeddedSession):
     def hold_blocks(self, num_blocks: int) -> int:
         return num_blocks
+
+
+class HoldsNone(EmbeddedSession):
+    def hold_blocks(self, num_blocks: int) -> int:
+        return 0
+
+
+class IdlePoison(EmbeddedSession):
+    def poll(self, timeout_s: float) -> list[AnyEvent]:
+        return [event for event in super().poll(timeout_s) if type(event) is not BlocksPoisoned]
 
 
 def errors(session: type[EmbeddedSession], plan: str, **settings: object) -> list[str]:
@@ -49,6 +70,73 @@ def test_a_hold_that_holds_nothing(ahead: int) -> None:
     assert errors(EmbeddedSession, plan, async_scheduling=ahead) == []
     (error,) = errors(IdleHold, plan, async_scheduling=ahead)
     assert "says that 3 blocks are held, and shows 0" in error
+
+
+@pytest.mark.parametrize("wanted", ["3", "all"])
+def test_a_hold_of_nothing_where_blocks_are_free(wanted: str) -> None:
+    plan = f"squeeze:{wanted}@2..6"
+    assert errors(EmbeddedSession, plan) == []
+    (error,) = errors(HoldsNone, plan)
+    assert "and holds none, though it showed" in error
+
+
+def test_a_hold_of_nothing_may_be_right() -> None:
+    full, spare = PoolCounts(3, 8, 0, 0, 8, 0, 0), PoolCounts(3, 8, 5, 0, 3, 0, 0)
+    watch = KnobWatch("e")
+    watch.held(0, 3)  # nothing is known of the pool
+    for events in ([full], [spare, full], [spare], []):
+        watch.take(events)
+        if events == [spare]:
+            with pytest.raises(IdleKnobError, match="5 free blocks just before"):
+                watch.held(0, 3)
+            watch.held(0, 0)
+        else:
+            watch.held(0, 3)
+    ahead = KnobWatch("e", num_ahead=1)
+    ahead.take([spare])
+    ahead.held(0, 3)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_a_poison_that_poisons_nothing(ahead: int) -> None:
+    given = {"async_scheduling": ahead, "enable_prefix_caching": False}
+    for poison in (False, True):
+        options = {"poison": poison}
+        assert errors(EmbeddedSession, "preempt:r1@out=3", options=options, **given) == []
+    (error,) = errors(IdlePoison, "preempt:r1@out=3", options=options, **given)
+    assert "was told to poison freed blocks" in error
+    options = {"poison": False}
+    assert errors(IdlePoison, "preempt:r1@out=3", options=options, **given) == []
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        [],  # steps that compute nothing
+        [Scheduled(1, "r0.0", 0, 1), BlocksAllocated(1, "r0.0", [4])],
+        [Scheduled(1, "r0.0", 0, 1), BlocksPoisoned(1, 0, [7])],
+        [Scheduled(1, "r0.0", 0, 1), Forked(1, "r0.0", "r0.1")],
+    ],
+)
+def test_what_need_not_be_poisoned_or_was(between: list[AnyEvent]) -> None:
+    watch = KnobWatch("e", poisons=True)
+    watch.take([BlocksFreed(0, "r1.0", [4])])
+    for _ in range(5):
+        watch.take(between)
+
+
+def test_what_is_held_need_not_be_poisoned() -> None:
+    def take_all(watch: KnobWatch) -> None:
+        watch.take([BlocksFreed(0, "r1.0", [4])])
+        for step in range(5):
+            watch.take([Scheduled(step, "r0.0", step, step + 1)])
+
+    watch = KnobWatch("e", poisons=True)
+    watch.held(2)
+    watch.held(0)
+    take_all(watch)
+    with pytest.raises(IdleKnobError, match="block 4 has been free for 2 steps"):
+        take_all(KnobWatch("e", poisons=True))
 
 
 def test_what_an_engine_always_keeps_is_not_held_for_the_plan() -> None:

@@ -135,6 +135,19 @@ def test_whose_blocks_come_back_from_the_host_needs_no_hits() -> None:
     assert judge([*OLD, lost, recompute, *back])
 
 
+def test_what_goes_on_after_a_swap_need_not_be_offered() -> None:
+    whole = [Arrived(0, "r0", PROMPT, 8), BlocksAllocated(0, "r0.0", [0, 1, 2])]
+    begun = [*whole, Scheduled(0, "r0.0", 0, 2)]
+    swapped = [
+        Preempted(1, "r0", "swap", "prefill_first", "forced", 2, 11),
+        BlocksFreed(1, "r0.0", [0, 1, 2]),
+        BlocksAllocated(2, "r0.0", [0, 1, 2]),
+    ]
+    rest = [Scheduled(2, "r0.0", 2, 11), *new([*PROMPT, 5], [10, 11, 12], 0, step=6)]
+    assert not judge([*begun, *swapped, *rest])
+    assert judge([*begun, *rest])
+
+
 def test_where_nothing_is_shared_nothing_is_judged() -> None:
     missed = [*OLD, *new([*PROMPT, 5], [10, 11, 12], 0)]
     assert not judge(missed, config={})
