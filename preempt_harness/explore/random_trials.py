@@ -16,7 +16,8 @@ from preempt_harness.adapters import protocol
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, KnowsOutputs
 from preempt_harness.admission import AdmissionModel
 from preempt_harness.budget import KVBudget
-from preempt_harness.explore.aims import Aimed, aim
+from preempt_harness.explore._aimed import Aimed
+from preempt_harness.explore.aims import aim
 from preempt_harness.explore.random_plans import ACTION_KINDS, random_plan
 from preempt_harness.explore.random_settings import (
     predictable,

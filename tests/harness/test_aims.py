@@ -14,7 +14,8 @@ from preempt_harness.adapters.protocol import EngineSettings
 from preempt_harness.budget import KVBudget
 from preempt_harness.checks._work_drafts import drafts_for_itself
 from preempt_harness.checks.drafts import DraftLedger
-from preempt_harness.explore.aims import AIMS, Aimed, aim
+from preempt_harness.explore._aimed import Aimed
+from preempt_harness.explore.aims import AIMS, aim
 from preempt_harness.explore.random_settings import random_settings
 from preempt_harness.explore.random_trials import random_trial
 from preempt_harness.generators import random_workload

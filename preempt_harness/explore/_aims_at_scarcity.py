@@ -1,0 +1,153 @@
+"""Aims at blocks, swap space and places that are scarce. No engine runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from preempt_harness.adapters import protocol
+from preempt_harness.adapters.protocol import EngineAdapter
+from preempt_harness.explore._aimed import (
+    ROOM_FOR_DRAFTS,
+    Aimed,
+    ahead,
+    ending_beside_boundaries,
+    equals,
+    horizon,
+    small_blocks,
+    with_company,
+    with_option,
+)
+from preempt_harness.generators import in_order_of_arrival
+from preempt_harness.plan import Action, Preempt, PreemptAll, Squeeze, Step
+from preempt_harness.workload import RequestSpec, Workload
+
+
+def ends(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
+    """Requests that end one by one beside block boundaries, while steps are decided ahead."""
+    settings = ahead(source, small_blocks(source, trial.settings, adapter), adapter)
+    settings = with_option(settings, adapter, protocol.POISON, "poison", True)
+    order = source.choice(("lifo", "lifo", "random", "fifo"))
+    name = protocol.BLOCK_REUSE_ORDER
+    settings = with_option(settings, adapter, name, "block_reuse_order", order)
+    settings = msgspec.structs.replace(
+        settings,
+        enable_prefix_caching=settings.enable_prefix_caching and source.random() < 0.5,
+        max_num_seqs=max(4, settings.max_num_seqs),
+    )
+    workload = with_company(equals(trial.workload), source.randint(3, 8))
+    workload = ending_beside_boundaries(source, workload, settings.block_size)
+    tokens = sum(
+        request.num_prompt_tokens + request.sampling.max_tokens for request in workload.requests
+    )
+    return Aimed(
+        settings=settings,
+        workload=workload,
+        num_spare_blocks=tokens // settings.block_size // source.choice((1, 2, 4)),
+    )
+
+
+def want(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
+    """One request or two, decided ahead, that get no block for long."""
+    settings = ahead(source, small_blocks(source, trial.settings, adapter), adapter)
+    requests = trial.workload.requests[: source.choice((1, 1, 2))]
+    names = {request.id for request in requests}
+    operations = [item for item in trial.workload.operations if item.request in ("", *names)]
+    workload = equals(Workload(requests=requests, operations=operations))
+    start = source.randint(0, 4)
+    return Aimed(
+        settings=settings,
+        workload=ending_beside_boundaries(source, workload, settings.block_size),
+        actions=(Squeeze("all", start, start + source.randint(8, 40)),),
+    )
+
+
+def both_ways(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
+    """More and less urgent requests swapped out and in, with swap space for few blocks."""
+    workload = with_company(trial.workload, source.randint(4, 6))
+    size = trial.settings.block_size
+    if protocol.PRIORITY in adapter.capabilities:
+        workload = _calm_and_urgent(source, workload, size)
+    blocks = sorted(
+        (request.num_prompt_tokens + request.sampling.max_tokens // 2) // size + 1
+        for request in workload.requests
+    )
+    settings = msgspec.structs.replace(
+        trial.settings,
+        max_num_seqs=max(4, trial.settings.max_num_seqs),
+        options={
+            **trial.settings.options,
+            "preemption_mode": "swap",
+            "swap_space_blocks": source.randint(blocks[0], blocks[-2] + blocks[-1]),
+        },
+    )
+    return Aimed(
+        settings=settings,
+        workload=workload,
+        actions=tuple(_out_when_others_come(source, workload.requests)),
+    )
+
+
+def all_out(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
+    workload = with_company(equals(trial.workload), source.randint(3, 6))
+    size = trial.settings.block_size
+    step = source.randint(2, 2 + horizon(workload) // 2)
+    requests, blocks = [], []
+    for request in workload.requests:
+        arrival = step + source.randint(-1, 3) if source.random() < 0.3 else source.randint(0, 2)
+        more = source.randint(1, 3) * size
+        sampling = msgspec.structs.replace(
+            request.sampling, max_tokens=request.sampling.max_tokens + more
+        )
+        requests.append(msgspec.structs.replace(request, arrival_step=arrival, sampling=sampling))
+        blocks.append((request.num_prompt_tokens + step) // size + 1)
+    settings = msgspec.structs.replace(
+        trial.settings,
+        max_num_seqs=max(4, trial.settings.max_num_seqs),
+        max_num_batched_tokens=max(ROOM_FOR_DRAFTS, trial.settings.max_num_batched_tokens),
+        options={
+            **trial.settings.options,
+            "preemption_mode": "swap",
+            "swap_space_blocks": source.randint(min(blocks), sum(blocks)),
+        },
+    )
+    return Aimed(
+        settings=settings,
+        workload=msgspec.structs.replace(workload, requests=in_order_of_arrival(requests)),
+        actions=(PreemptAll(Step(step), "swap"),),
+        num_spare_blocks=sum(blocks) // source.choice((1, 2, 4)),
+    )
+
+
+def _calm_and_urgent(source: random.Random, workload: Workload, block_size: int) -> Workload:
+    """Some have time, come first and stay long; others are urgent and come meanwhile."""
+    horizon = 4 + max(request.sampling.max_tokens for request in workload.requests) // 2
+    requests = []
+    for request in workload.requests:
+        arrival, priority, more = 0, 2, source.randint(1, 4) * block_size
+        if source.random() < 0.6:
+            arrival, priority, more = source.randint(0, horizon), source.randrange(2), block_size
+        length = request.sampling.max_tokens + more
+        sampling = msgspec.structs.replace(request.sampling, max_tokens=length)
+        requests.append(
+            msgspec.structs.replace(
+                request, arrival_step=arrival, priority=priority, sampling=sampling
+            )
+        )
+    return msgspec.structs.replace(workload, requests=in_order_of_arrival(requests))
+
+
+def _out_when_others_come(
+    source: random.Random, requests: Sequence[RequestSpec]
+) -> Iterable[Action]:
+    """Who is at least as urgent as a later request is swapped out about when that one comes."""
+    for index, request in enumerate(requests):
+        before = [other for other in requests[:index] if other.priority <= request.priority]
+        if request.arrival_step and before:
+            victim = source.choice(before)
+            step = max(
+                victim.arrival_step + 1, request.arrival_step + source.choice((-1, -1, 0, 0, 1))
+            )
+            yield Preempt(victim.id, Step(step), "swap")

@@ -1,0 +1,94 @@
+"""Aims at text that several requests have. No engine runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from preempt_harness.adapters import protocol
+from preempt_harness.adapters.protocol import EngineAdapter
+from preempt_harness.explore._aimed import Aimed, with_company
+from preempt_harness.generators import in_order_of_arrival
+from preempt_harness.plan import Preempt, Step
+from preempt_harness.workload import Operation, RequestSpec, Workload
+
+
+def old_content(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
+    """Somebody loses its blocks about when the cache is reset; others come with its text."""
+    settings = msgspec.structs.replace(trial.settings, enable_prefix_caching=True)
+    requests = with_company(trial.workload, source.randint(2, 4)).requests
+    text = _long_text(source, requests, 2 * settings.block_size)
+    reset = source.randint(2, 8)
+    changed = []
+    for index, request in enumerate(requests):
+        arrival = 0 if index == 0 else reset + source.randint(0, 10)
+        if index == 0 or source.random() < 0.7:
+            end = request.prompt_token_ids[: source.randrange(2)]
+            request = msgspec.structs.replace(request, prompt_token_ids=[*text, *end])
+        length = request.sampling.max_tokens + (2 * reset if index == 0 else 0)
+        sampling = msgspec.structs.replace(request.sampling, max_tokens=length)
+        changed.append(msgspec.structs.replace(request, arrival_step=arrival, sampling=sampling))
+    requests = in_order_of_arrival(changed)
+    kept = [item for item in trial.workload.operations if not item.kind.startswith("reset")]
+    modes: list[Literal["recompute", "swap"]] = ["recompute"]
+    if protocol.SWAP in adapter.capabilities:
+        modes += ["swap", "swap"]
+    steps = {max(1, reset + source.randint(-2, 2)) for _ in range(source.choice((1, 1, 2)))}
+    return Aimed(
+        settings=settings,
+        workload=Workload(
+            requests=requests, operations=[*kept, Operation(kind="reset_prefix_cache", step=reset)]
+        ),
+        actions=tuple(Preempt("r0", Step(step), source.choice(modes)) for step in sorted(steps)),
+        num_spare_blocks=source.choice((0, 4, 16)),
+    )
+
+
+def same_text(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
+    """Several compute one long prompt, chunk by chunk, and some want what is said of its tokens."""
+    settings = msgspec.structs.replace(
+        trial.settings,
+        enable_prefix_caching=True,
+        max_num_batched_tokens=source.choice((3, 7, 16)),
+        max_num_seqs=max(4, trial.settings.max_num_seqs),
+    )
+    requests = with_company(trial.workload, source.randint(2, 3)).requests
+    length = max(3 * settings.max_num_batched_tokens, 3 * settings.block_size)
+    text = _long_text(source, requests, length)
+    changed, actions = [], []
+    for index, request in enumerate(requests):
+        arrival = index * source.randint(0, 6)
+        cut = len(text) - source.choice((0, 0, 1, settings.block_size))
+        sampling = request.sampling
+        wants_rows = protocol.PROMPT_LOGPROBS in adapter.capabilities and sampling.beam is None
+        if index and wants_rows and source.random() < 0.7:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=source.choice((0, 1)))
+        changed.append(
+            msgspec.structs.replace(
+                request,
+                prompt_token_ids=text[: max(1, cut)],
+                arrival_step=arrival,
+                sampling=sampling,
+            )
+        )
+    requests = in_order_of_arrival(changed)
+    for request in requests[1:]:
+        step = request.arrival_step + source.randint(1, 6)
+        actions.append(Preempt(request.id, Step(step), "recompute"))
+    return Aimed(
+        settings=settings,
+        workload=Workload(requests=requests, operations=trial.workload.operations),
+        actions=tuple(actions),
+        num_spare_blocks=source.choice((0, 4, 16)),
+    )
+
+
+def _long_text(source: random.Random, requests: Sequence[RequestSpec], least: int) -> list[int]:
+    """A text of at least so many tokens, made of the prompts."""
+    text = [token_id for request in requests for token_id in request.prompt_token_ids]
+    while len(text) < least:
+        text += text
+    return text[: least + source.randint(0, 3)]
