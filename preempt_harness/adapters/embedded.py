@@ -31,7 +31,7 @@ from preempt_harness.workload import RequestSpec, SamplingSpec
 
 if TYPE_CHECKING:
     from preempt_engine import LLM, RequestOutput
-    from preempt_engine.tokenizer import HFTokenizer
+    from preempt_engine.tokenizer import ExactTokenizer, HFTokenizer
 
 _NEEDS_ENGINE = 'pip install "preempt-harness[engine]"'
 
@@ -95,6 +95,17 @@ class EmbeddedAdapter:
         if settings.model == "exact" or settings.model.startswith("tiny-"):
             return None
         return _tokenizer(_model_path(settings)).encode(text)
+
+    def decode(self, settings: EngineSettings, token_ids: Sequence[int]) -> str | None:
+        """By the model's tokenizer, whole; None for ids that are none of its, or without text."""
+        if settings.options.get("skip_tokenizer_init") or "tokenizer" in settings.options:
+            return None
+        vocab_size = self.vocab_size(settings)
+        if not all(0 <= token_id < vocab_size for token_id in token_ids):
+            return None
+        if settings.model == "exact":
+            return _exact_tokenizer(vocab_size).decode(token_ids)
+        return _decode_whole(_tokenizer(_model_path(settings)), token_ids)
 
     def branch_sampling(self, sampling: SamplingSpec, branch: int) -> SamplingSpec | None:
         """A branch has a seed of its own, derived from the request's."""
@@ -309,6 +320,25 @@ def _tokenizer(directory: Path) -> HFTokenizer:
     from preempt_engine.tokenizer import HFTokenizer
 
     return HFTokenizer(directory)
+
+
+@lru_cache(maxsize=4)
+def _exact_tokenizer(vocab_size: int) -> ExactTokenizer:
+    from preempt_engine.tokenizer import ExactTokenizer
+
+    return ExactTokenizer(vocab_size)
+
+
+def _decode_whole(tokenizer: HFTokenizer, token_ids: Sequence[int]) -> str | None:
+    """By the library's own object; None where a run of byte tokens is decoded as one."""
+    own = tokenizer.transformers_tokenizer
+    backend = getattr(own, "backend_tokenizer", None)
+    if backend is None or type(backend.decoder).__name__ != "ByteLevel":
+        return None
+    text: str = own.decode(
+        list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return text
 
 
 def _result(output: RequestOutput, streamed: Mapping[int, StreamedOutput]) -> RequestResult:
