@@ -117,8 +117,8 @@ def _wrong_end(
             f"{sampling.min_tokens}",
         )
         return
-    cut = stop is not None or output.finish_reason is None
-    passed = _at_least(own.settled, num_tokens - 1 if cut and num_tokens else num_tokens)
+    by_last = _may_be_cut(header, sampling, output) and num_tokens > 0
+    passed = _at_least(own.settled, num_tokens - 1 if by_last else num_tokens)
     free = [item for item in _occurrences(own.text, sampling.stop) if item[0] > surely_free]
     if free and free[0][0] <= passed:
         first_end, start, first = free[0]
