@@ -100,12 +100,17 @@ class EmbeddedAdapter:
         """By the model's tokenizer, whole; None for ids that are none of its, or without text."""
         if settings.options.get("skip_tokenizer_init") or "tokenizer" in settings.options:
             return None
-        vocab_size = self.vocab_size(settings)
+        decoder = self._decoders.get(settings.model)
+        if settings.model == "exact":
+            tokenizer = _exact_tokenizer(self.vocab_size(settings))
+            decoder = tokenizer.decode, tokenizer.vocab_size
+        elif decoder is None:  # to find and read its files takes long
+            decoder = _whole_decoder(_tokenizer(_model_path(settings))), self.vocab_size(settings)
+            self._decoders[settings.model] = decoder
+        decode, vocab_size = decoder
         if not all(0 <= token_id < vocab_size for token_id in token_ids):
             return None
-        if settings.model == "exact":
-            return _exact_tokenizer(vocab_size).decode(token_ids)
-        return _decode_whole(_tokenizer(_model_path(settings)), token_ids)
+        return decode(token_ids)
 
     def branch_sampling(self, sampling: SamplingSpec, branch: int) -> SamplingSpec | None:
         """A branch has a seed of its own, derived from the request's."""
@@ -120,6 +125,7 @@ class EmbeddedAdapter:
 
     def __init__(self) -> None:
         self._pool = EnginePool()
+        self._decoders: dict[str, tuple[Callable[[Sequence[int]], str | None], int]] = {}
         if importlib.util.find_spec("xgrammar") is None:
             self.capabilities = self.capabilities - {protocol.STRUCTURED_OUTPUTS}
 
@@ -329,16 +335,20 @@ def _exact_tokenizer(vocab_size: int) -> ExactTokenizer:
     return ExactTokenizer(vocab_size)
 
 
-def _decode_whole(tokenizer: HFTokenizer, token_ids: Sequence[int]) -> str | None:
-    """By the library's own object; None where a run of byte tokens is decoded as one."""
+def _whole_decoder(tokenizer: HFTokenizer) -> Callable[[Sequence[int]], str | None]:
+    """Decodes by the library's own object; nothing where a run of byte tokens is decoded as one."""
     own = tokenizer.transformers_tokenizer
     backend = getattr(own, "backend_tokenizer", None)
     if backend is None or type(backend.decoder).__name__ != "ByteLevel":
-        return None
-    text: str = own.decode(
-        list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
-    return text
+        return lambda token_ids: None
+
+    def decode(token_ids: Sequence[int]) -> str:
+        text: str = own.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    return decode
 
 
 def _result(output: RequestOutput, streamed: Mapping[int, StreamedOutput]) -> RequestResult:

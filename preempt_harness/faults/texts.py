@@ -56,14 +56,14 @@ FAULTS = (
     ),
     Fault(
         name="shortest-of-the-stop-strings",
-        mechanism="of stop strings that end together the shortest is taken, and its text kept",
+        mechanism="of stop strings that end together the shortest is taken, not the longest",
         source="mechanism",
         expected=("DEL",),
         patches=(
             Patch(
                 f"{_SEARCH}._find",
                 "(start + len(stop), start) < first",
-                "(start + len(stop), -start) < (first[0], -first[1]) and reached()",
+                "reached() and (start + len(stop), -start) < (first[0], -first[1])",
             ),
         ),
         needs=_STOPS,

@@ -98,6 +98,25 @@ def test_text_held_back_over_a_preemption(preempt: PreemptHarness, mode: str) ->
 
 
 @MODES
+@pytest.mark.preempt_requires("stop_strings", "text")
+def test_output_is_full_with_text_held_back(preempt: PreemptHarness, mode: str) -> None:
+    """What might have become a stop string is the end of the text."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    prompt = preempt.prompts.take(2 * block + 1)
+    text, num_tokens = _text_and_tokens(answer(preempt, prompt, 4 * block))
+    workload = together(
+        request(preempt, "victim", prompt, 4 * block, stop=(text[-2:] + "~",)),
+        companions(preempt, block),
+    )
+    plan = f"preempt:victim@out={num_tokens[-2]}:{mode}"
+    result = preempt.run(workload, plan=plan, block_size=block)
+    result.assert_preempted(request="victim", mode=mode)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@MODES
 @pytest.mark.preempt_requires("stop_strings", "min_tokens", "text")
 @pytest.mark.parametrize("earlier", [0, 1], ids=["forbidden", "allowed"])
 def test_stop_string_beside_min_tokens(preempt: PreemptHarness, earlier: int, mode: str) -> None:

@@ -16,6 +16,9 @@ from preempt_harness.adapters.embedded import EmbeddedAdapter
 from preempt_harness.adapters.protocol import DecodesTokens
 from preempt_harness.checks import Code, run_checks
 from preempt_harness.decoded import decode_outputs
+from preempt_harness.faults.catalogue import select_faults
+from preempt_harness.faults.fault import Fault, Patch
+from preempt_harness.faults.patching import plant
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.record import DecodedOutput, SequenceOutput, TrialRecord
 from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
@@ -243,11 +246,11 @@ def test_the_embedded_adapter_decodes() -> None:
     assert ADAPTER.decode(replace(settings, options={"skip_tokenizer_init": True}), [0]) is None
 
 
-@pytest.mark.parametrize("model", ["exact", "tiny-llama"])
-def test_clean_texts_with_stop_strings_are_sound(model: str) -> None:
+@pytest.mark.parametrize(("model", "num_workloads"), [("exact", 6), ("tiny-llama", 2)])
+def test_clean_texts_with_stop_strings_are_sound(model: str, num_workloads: int) -> None:
     """Stop strings out of the outputs themselves; tiny-llama's are full of halves of characters."""
     harness, source, ended = PreemptHarness(ADAPTER, {"model": model}), Random(0), 0
-    for seed in range(6):
+    for seed in range(num_workloads):
         workload = harness.workload(
             requests=3, prompt_tokens=(5, 9), max_tokens=16, temperature=1.5, seed=seed
         )
@@ -268,3 +271,70 @@ def test_clean_texts_with_stop_strings_are_sound(model: str) -> None:
             isinstance(r.outputs[0].stop_reason, str) for r in result.record.results.values()
         )
     assert ended
+
+
+INCOMPLETE = "preempt_engine.detokenizer:TextDecoder"
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        Patch(f"{INCOMPLETE}.push", "if text.endswith(_REPLACEMENT):", "if not text:"),
+        Patch(f"{INCOMPLETE}._push_incomplete", "- num_incomplete)", "+ num_incomplete)"),
+        Patch(
+            f"{INCOMPLETE}.flush", "text[self._num_returned :]", "text[self._num_returned + 1 :]"
+        ),
+    ],
+    ids=["told at once", "told too far", "lost at the end"],
+)
+def test_halves_of_characters_in_every_run_are_found(patch: Patch) -> None:
+    """Bytes that never become a character, all the time; both runs give the same text."""
+    fault = Fault(name="text", mechanism="", source="", expected=("DEL",), patches=(patch,))
+    harness = PreemptHarness(ADAPTER, {"model": "tiny-llama"})
+    settings = harness.settings()
+    halves = [
+        one for one in range(harness.vocab_size) if ADAPTER.decode(settings, [one]) == UNKNOWN
+    ]
+    workload = harness.workload(
+        requests=3,
+        prompt_tokens=(5, 9),
+        max_tokens=24,
+        temperature=1.5,
+        seed=1,
+        logit_bias=tuple((one, 4.0) for one in halves),
+    )
+    plan = "preempt:r0@out=3:recompute"
+    harness.run(workload, plan=plan, block_size=4).assert_clean()
+    with plant(fault):
+        result = PreemptHarness(ADAPTER, {"model": "tiny-llama"}).run(
+            workload, plan=plan, block_size=4
+        )
+    assert {finding.code for finding in result.findings} == {Code.DEL_TEXT}
+    assert result.report.of("delivery")[-1].findings
+
+
+@pytest.mark.parametrize("fault", select_faults("texts/*"), ids=lambda fault: fault.name)
+def test_faults_that_every_run_shares_are_found(fault: Fault) -> None:
+    """In an unpreempted run and its baseline, which agree."""
+    harness = PreemptHarness(ADAPTER)
+    workload = harness.workload(requests=1, prompt_tokens=5, max_tokens=16)
+    (request,) = workload.requests
+    (output,) = harness.run(workload, "roomy", expect_preemption=False).record.results.values()
+    text = output.outputs[0].text
+    at = next(index for index in range(8, 14) if text.index(text[index]) == index)
+    sampling = {
+        "held-text-lost-at-the-end": {"stop": (text[-2:] + "~",)},
+        "stop-string-counts-at-min-tokens": {"stop": (text[at],), "min_tokens": at + 1},
+        "stop-string-in-pieces-missed": {"stop": (text[at - 1 : at + 1],)},
+        "shortest-of-the-stop-strings": {"stop": (text[at - 1 : at + 1], text[at])},
+    }[fault.name]
+    request = replace(request, sampling=replace(request.sampling, **sampling))
+    asked = Workload(requests=[request])
+    harness.run(asked, "roomy", expect_preemption=False).assert_clean()
+    with plant(fault) as planted:
+        result = PreemptHarness(ADAPTER).run(asked, "roomy", expect_preemption=False)
+    assert planted.num_reached
+    (finding,) = result.findings
+    assert finding.code.startswith("DEL")
+    assert result.record.baseline is not None
+    assert result.record.baseline.results == result.record.results
