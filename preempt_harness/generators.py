@@ -510,11 +510,20 @@ def _bad_words(source: random.Random, workload: Workload, vocab_size: int) -> Wo
 
 def _stop_strings(source: random.Random, workload: Workload, vocab_size: int) -> Workload:
     likely = _likely_ids(source, vocab_size)
+    likely_words = [_word([token_id]) for token_id in likely]
 
     def changed(sampling: SamplingSpec) -> SamplingSpec:
         words = [_word(source.choices(likely, k=source.choice((2, 3)))) for _ in range(2)]
+        if source.random() < 0.5:  # one that ends where another does
+            words.insert(source.randrange(3), source.choice(likely_words) + words[0])
+        least = sampling.min_tokens
+        if source.random() < 0.5 and sampling.regex is None:
+            least = source.randint(0, sampling.max_tokens)
         return msgspec.structs.replace(
-            sampling, logit_bias=tuple((token_id, _BIAS) for token_id in likely), stop=tuple(words)
+            sampling,
+            logit_bias=tuple((token_id, _BIAS) for token_id in likely),
+            stop=tuple(words),
+            min_tokens=least,
         )
 
     return _with_samplings(workload, changed, plain=True)

@@ -432,6 +432,18 @@ class Score(msgspec.Struct, frozen=True):
     second_logprob: float
 
 
+class DecodedOutput(msgspec.Struct, frozen=True):
+    """What an output's own token ids say, decoded whole by the adapter and not as they came.
+
+    `text` is that of all tokens but a stop token that ended the output. `settled`, only where the
+    request has stop strings, has one entry for each number of those tokens from 0 on: how many
+    characters of `text` so many tokens make, None where they end within a character.
+    """
+
+    text: str
+    settled: list[int | None] = []
+
+
 class Header(msgspec.Struct, frozen=True, kw_only=True):
     """What was run. Everything here is plain data.
 
@@ -491,13 +503,18 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrialRecord(msgspec.Struct, kw_only=True):
-    """One trial, whole."""
+    """One trial, whole.
+
+    `decoded` is request -> one entry for each of its outputs, None for what nobody could decode;
+    empty where the adapter decodes nothing. Like scores it is no part of the digest.
+    """
 
     header: Header
     events: list[AnyEvent] = []
     results: dict[str, RequestResult] = {}
     baseline: Baseline | None = None
     scores: dict[str, list[Score]] = {}
+    decoded: dict[str, list[DecodedOutput | None]] = {}
 
     def digest(self) -> str:
         """Hex digest of all that must repeat when the trial is replayed.
@@ -524,6 +541,7 @@ class _Line(msgspec.Struct, kw_only=True, omit_defaults=True):
     result: tuple[str, RequestResult] | None = None
     baseline: Baseline | None = None
     score: tuple[str, list[Score]] | None = None
+    decoded: tuple[str, list[DecodedOutput | None]] | None = None
 
 
 class RecordFormatError(ValueError):
@@ -531,7 +549,7 @@ class RecordFormatError(ValueError):
 
 
 def to_lines(record: TrialRecord) -> Iterator[bytes]:
-    """The record as JSON lines without line ends: header, events, results, baseline, scores."""
+    """The record as JSON lines without line ends: all else, in that order of the record."""
     encode = msgspec.json.Encoder().encode
     yield encode(_Line(header=record.header))
     for event in record.events:
@@ -542,6 +560,8 @@ def to_lines(record: TrialRecord) -> Iterator[bytes]:
         yield encode(_Line(baseline=record.baseline))
     for request, scores in record.scores.items():
         yield encode(_Line(score=(request, scores)))
+    for request, decoded in record.decoded.items():
+        yield encode(_Line(decoded=(request, decoded)))
 
 
 def from_lines(lines: Iterable[bytes], source: str = "record") -> TrialRecord:
@@ -573,6 +593,8 @@ def from_lines(lines: Iterable[bytes], source: str = "record") -> TrialRecord:
             record.baseline = line.baseline
         elif line.score is not None:
             record.scores[line.score[0]] = line.score[1]
+        elif line.decoded is not None:
+            record.decoded[line.decoded[0]] = line.decoded[1]
     if record is None:
         raise RecordFormatError(f"{source}: empty; a trial record starts with a header line")
     return record

@@ -18,6 +18,7 @@ from preempt_harness._knob_watch import POISON_EVENTS, KnobWatch
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.child import EngineProcessError
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, Session
+from preempt_harness.decoded import decode_outputs
 from preempt_harness.errors import UnsupportedTrialError
 from preempt_harness.plan import (
     AbortCommand,
@@ -92,7 +93,9 @@ def run_trial(
     except Exception as error:
         errors.append(error)
     run.events += [_engine_error(run.step, error) for error in errors]
-    return TrialRecord(header=run.header(), events=run.events, results=session.results())
+    made = TrialRecord(header=run.header(), events=run.events, results=session.results())
+    made.decoded = decode_outputs(made, trial.settings, trial.workload, adapter)
+    return made
 
 
 class _Run:

@@ -31,7 +31,7 @@ from preempt_harness.workload import RequestSpec, SamplingSpec
 
 if TYPE_CHECKING:
     from preempt_engine import LLM, RequestOutput
-    from preempt_engine.tokenizer import HFTokenizer
+    from preempt_engine.tokenizer import ExactTokenizer, HFTokenizer
 
 _NEEDS_ENGINE = 'pip install "preempt-harness[engine]"'
 
@@ -96,6 +96,22 @@ class EmbeddedAdapter:
             return None
         return _tokenizer(_model_path(settings)).encode(text)
 
+    def decode(self, settings: EngineSettings, token_ids: Sequence[int]) -> str | None:
+        """By the model's tokenizer, whole; None for ids that are none of its, or without text."""
+        if settings.options.get("skip_tokenizer_init") or "tokenizer" in settings.options:
+            return None
+        decoder = self._decoders.get(settings.model)
+        if settings.model == "exact":
+            tokenizer = _exact_tokenizer(self.vocab_size(settings))
+            decoder = tokenizer.decode, tokenizer.vocab_size
+        elif decoder is None:  # to find and read its files takes long
+            decoder = _whole_decoder(_tokenizer(_model_path(settings))), self.vocab_size(settings)
+            self._decoders[settings.model] = decoder
+        decode, vocab_size = decoder
+        if not all(0 <= token_id < vocab_size for token_id in token_ids):
+            return None
+        return decode(token_ids)
+
     def branch_sampling(self, sampling: SamplingSpec, branch: int) -> SamplingSpec | None:
         """A branch has a seed of its own, derived from the request's."""
         from preempt_engine.sampling.noise import branch_seed
@@ -109,6 +125,7 @@ class EmbeddedAdapter:
 
     def __init__(self) -> None:
         self._pool = EnginePool()
+        self._decoders: dict[str, tuple[Callable[[Sequence[int]], str | None], int]] = {}
         if importlib.util.find_spec("xgrammar") is None:
             self.capabilities = self.capabilities - {protocol.STRUCTURED_OUTPUTS}
 
@@ -309,6 +326,29 @@ def _tokenizer(directory: Path) -> HFTokenizer:
     from preempt_engine.tokenizer import HFTokenizer
 
     return HFTokenizer(directory)
+
+
+@lru_cache(maxsize=4)
+def _exact_tokenizer(vocab_size: int) -> ExactTokenizer:
+    from preempt_engine.tokenizer import ExactTokenizer
+
+    return ExactTokenizer(vocab_size)
+
+
+def _whole_decoder(tokenizer: HFTokenizer) -> Callable[[Sequence[int]], str | None]:
+    """Decodes by the library's own object; nothing where a run of byte tokens is decoded as one."""
+    own = tokenizer.transformers_tokenizer
+    backend = getattr(own, "backend_tokenizer", None)
+    if backend is None or type(backend.decoder).__name__ != "ByteLevel":
+        return lambda token_ids: None
+
+    def decode(token_ids: Sequence[int]) -> str:
+        text: str = own.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    return decode
 
 
 def _result(output: RequestOutput, streamed: Mapping[int, StreamedOutput]) -> RequestResult:

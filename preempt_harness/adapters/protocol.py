@@ -35,6 +35,7 @@ STRICT_ORDER = "strict_order"  # by priority and arrival: who is let in, who kee
 SAMPLING = "sampling"  # temperature, top-k, top-p, seed
 LOGPROBS = "logprobs"
 STOP_STRINGS = "stop_strings"
+STOP_STRINGS_BY_END = "stop_strings_by_end"  # the one that ends first, of those the longest
 STOP_TOKENS = "stop_tokens"
 MIN_TOKENS = "min_tokens"
 EOS = "eos"  # `ignore_eos` may be false: end-of-sequence ends a request
@@ -80,6 +81,7 @@ CAPABILITIES = frozenset(
         SAMPLING,
         LOGPROBS,
         STOP_STRINGS,
+        STOP_STRINGS_BY_END,
         STOP_TOKENS,
         MIN_TOKENS,
         EOS,
@@ -361,6 +363,26 @@ class KnowsOutputs(Protocol):
         self, settings: EngineSettings, prompt_token_ids: Sequence[int], max_tokens: int
     ) -> list[int] | None:
         """So many tokens that follow the prompt; None where this model's are not known."""
+        ...
+
+
+@runtime_checkable
+class DecodesTokens(Protocol):
+    """An adapter that can say what token ids are as text without running the engine.
+
+    Optional, for the check of texts: without it they are compared with each other only.
+    """
+
+    def decode(self, settings: EngineSettings, token_ids: Sequence[int]) -> str | None:
+        """Text of all the ids at once, as the engine is to give it for an output.
+
+        Special tokens are left out where the engine leaves them out; U+FFFD stands for bytes that
+        are no UTF-8.
+
+        Returns:
+            The text, or None where there is no tokenizer, an id is none of the vocabulary's, or
+            the pieces of a text that comes token by token need not add up to it.
+        """
         ...
 
 

@@ -16,6 +16,7 @@ from preempt_harness.checks import (
     _accounting_reset,
     _accounting_schedule,
     _accounting_worker,
+    _delivery_texts,
     _progress_precedence,
     _work_drafts,
     _work_hits,
@@ -171,6 +172,12 @@ PARTS = (
         judge=_plain(delivery.check_stream),
     ),
     Part(check="delivery", part="results", judge=_plain(delivery.check_results)),
+    Part(
+        check="delivery",
+        part="texts",
+        applies=_delivery_texts.gives_text,
+        judge=_plain(_delivery_texts.check_texts),
+    ),
     Part(
         check="accounting",
         part="pool counts",

@@ -242,7 +242,7 @@ def later_features(seed: int | str, adapter: EngineAdapter) -> list[str]:
     needs = {
         "few_tokens": {protocol.PROMPT_ONLY},
         "bad_words": {*text, protocol.BAD_WORDS},
-        "stop_strings": {*text, protocol.STOP_STRINGS},
+        "stop_strings": {*text, protocol.STOP_STRINGS, protocol.MIN_TOKENS},
         "grammars": {*text, protocol.STRUCTURED_OUTPUTS},
         "eos": {protocol.EOS},
     }

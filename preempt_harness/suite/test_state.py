@@ -97,6 +97,74 @@ def test_text_held_back_over_a_preemption(preempt: PreemptHarness, mode: str) ->
     result.assert_clean()
 
 
+@MODES
+@pytest.mark.preempt_requires("stop_strings", "text")
+def test_output_is_full_with_text_held_back(preempt: PreemptHarness, mode: str) -> None:
+    """What might have become a stop string is the end of the text."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    prompt = preempt.prompts.take(2 * block + 1)
+    text, num_tokens = _text_and_tokens(answer(preempt, prompt, 4 * block))
+    workload = together(
+        request(preempt, "victim", prompt, 4 * block, stop=(text[-2:] + "~",)),
+        companions(preempt, block),
+    )
+    plan = f"preempt:victim@out={num_tokens[-2]}:{mode}"
+    result = preempt.run(workload, plan=plan, block_size=block)
+    result.assert_preempted(request="victim", mode=mode)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@MODES
+@pytest.mark.preempt_requires("stop_strings", "min_tokens", "text")
+@pytest.mark.parametrize("earlier", [0, 1], ids=["forbidden", "allowed"])
+def test_stop_string_beside_min_tokens(preempt: PreemptHarness, earlier: int, mode: str) -> None:
+    """The token of number `min_tokens` completes it, and it ends nothing; or the next one does."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    prompt = preempt.prompts.take(2 * block + 1)
+    text, num_tokens = _text_and_tokens(answer(preempt, prompt, 4 * block))
+    middle = len(text) // 2
+    stop, complete = text[middle : middle + 2], num_tokens[middle + 1]
+    workload = together(
+        request(preempt, "victim", prompt, 4 * block, stop=(stop,), min_tokens=complete - earlier),
+        companions(preempt, block),
+    )
+    plan = f"preempt:victim@out={num_tokens[middle]}:{mode}"
+    result = preempt.run(workload, plan=plan, block_size=block)
+    result.assert_preempted(request="victim", mode=mode)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@MODES
+@pytest.mark.preempt_requires("stop_strings_by_end", "text")
+@pytest.mark.parametrize("order", [1, -1], ids=["longest-first", "longest-last"])
+def test_several_stop_strings_come_together(preempt: PreemptHarness, order: int, mode: str) -> None:
+    """Of those that end together the longest counts; the longest of all ends a character later."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    prompt = preempt.prompts.take(2 * block + 1)
+    text, num_tokens = _text_and_tokens(answer(preempt, prompt, 4 * block))
+    end = next(
+        index
+        for index in range(len(text) // 2, len(text) - 1)
+        if text.find(text[index - 1 : index]) == index - 1
+    )
+    stops = (text[end - 4 : end + 1], text[end - 3 : end], text[end - 1 : end])
+    workload = together(
+        request(preempt, "victim", prompt, 4 * block, stop=stops[::order]),
+        companions(preempt, block),
+    )
+    plan = f"preempt:victim@out={num_tokens[end - 2]}:{mode}"
+    result = preempt.run(workload, plan=plan, block_size=block)
+    result.assert_preempted(request="victim", mode=mode)
+    result.assert_matches_baseline()
+    result.assert_clean()
+    assert_stopped(result, "victim")
+
+
 def _text_and_tokens(result: TrialResult) -> tuple[str, list[int]]:
     """The probe's text, and for each character how many tokens it took to deliver it."""
     num_tokens: list[int] = []
