@@ -112,9 +112,7 @@ class _Standstill:
 
     def _take_several(self, steady: SteadySteps) -> None:
         """The same happens in each of them, so the first stands for all."""
-        ends = [
-            start + length for start, length in zip(steady.starts, steady.lengths, strict=True)
-        ]
+        ends = [start + length for start, length in zip(steady.starts, steady.lengths, strict=True)]
         self._take_rows(steady.seqs, ends, sum(steady.lengths))
         self._delivered = [(seq, steady.num_steps) for seq in steady.delivered_seqs]
         self._end_step(steady.step, steady.pool)

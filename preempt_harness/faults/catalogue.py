@@ -30,6 +30,8 @@ KINDS = (
     "room",
     "leftovers",
     "reports",
+    "pace",
+    "branch_state",
 )
 
 
