@@ -1,4 +1,4 @@
-"""Work: nobody waits in a step that has room for the next in the queue, nor goes for one who fits.
+"""Work: nobody waits beside room, goes without need, or comes without room.
 
 For engines that promise `strict_order`, since only then the next is known. Room is counted on the
 safe side, with what the log tells of the step:
@@ -8,6 +8,10 @@ safe side, with what the log tells of the step:
   watermark and a run of drafts for each branch;
 - tokens of the budget that nobody used;
 - places by `max_num_seqs`, one for each branch that had not ended before the step.
+
+Where an engine schedules by priority (`scheduling_policy`), the next is also let in at the cost of
+less urgent ones. That is judged when it waits for a second step, since swapped blocks come free a
+step late.
 
 A step with a preemption, an action of the plan or withheld blocks admits nobody for good reasons,
 and one in which a running request computes nothing lacks blocks for it. Who is swapped out needs
@@ -86,12 +90,17 @@ class _Idle:
         self._swapped: set[str] = set()
         self._ended: Counter[str] = Counter()  # branches
         self._pool: PoolCounts | None = None  # after the step before
+        self._kept_out = ""  # who was the next in the step before, if evictions had let it in
         self._begin_step()
 
     def _begin_step(self) -> None:
         self._num_taken = self._num_tokens = 0
         self._computing: set[str] = set()
         self._is_excused = False
+        self._is_disturbed = False  # by more than evictions for the more urgent
+        # Who was let in beside how many others, and how many blocks were in use then.
+        self._admissions: list[tuple[BlocksAllocated, int, int]] = []
+        self._num_given_up = 0  # blocks that victims of the step left to others
         self._ended_now: Counter[str] = Counter()
 
     def take(self, event: object) -> None:
@@ -113,6 +122,7 @@ class _Idle:
             if event.reason == "priority":
                 self._judge_eviction(event)
             self._is_excused = True
+            self._is_disturbed |= event.reason != "priority"
             self._victims.add(event.request)
             num_branches = self._num_branches(event.request)
             self._waiting[event.request] = self._blocks(event.num_tokens) + num_branches - 1
@@ -127,19 +137,23 @@ class _Idle:
         elif isinstance(event, Finished | Aborted):
             self._waiting.pop(event.request, None)
         else:  # an action of the plan, or an error
-            self._is_excused = True
+            self._is_excused = self._is_disturbed = True
 
     def _take_blocks(self, event: BlocksAllocated | BlocksFreed | BlocksReplaced | Forked) -> None:
         if isinstance(event, BlocksAllocated):
             self._tables.allocate(event)
             self._num_taken += len(event.blocks)
             request = request_of(event.seq)
-            self._waiting.pop(request, None)
+            if self._waiting.pop(request, None) is not None:
+                others = {request_of(seq) for seq in self._tables.leases} - {request}
+                self._admissions.append((event, len(others), len(self._tables.refs)))
             self._victims.discard(request)
             self._swapped.discard(request)
         elif isinstance(event, BlocksFreed):
             self._tables.free(event)
             request = request_of(event.seq)
+            if request in self._victims and not self._victims & self._swapped:
+                self._num_given_up += sum(block not in self._tables.refs for block in event.blocks)
             if event.seq not in self._tables.leases and request not in self._victims:
                 self._ended_now[request] += 1
         elif isinstance(event, BlocksReplaced):
@@ -157,17 +171,25 @@ class _Idle:
 
     def _end_step(self, step: int, pool: PoolCounts) -> None:
         before, self._pool = self._pool, pool
+        if not self._is_disturbed and before is not None and not before.held and not pool.held:
+            self._judge_admissions(pool)
         excused = self._is_excused or before is None or before.held or pool.held
+        kept_out = ""
         if not excused and self._waiting and before is not None:
-            self._judge(step, before)
+            kept_out = self._judge(step, before)
+        self._judge_kept_out(step, kept_out)
         self._ended += self._ended_now
         self._begin_step()
 
-    def _judge(self, step: int, before: PoolCounts) -> None:
+    def _judge(self, step: int, before: PoolCounts) -> str:
+        """Returns the next in the queue if it waits only for the less urgent."""
         request = min(self._waiting, key=self._precedence.__getitem__)
         holding = {request_of(seq) for seq in self._tables.leases}
-        if request in self._swapped or holding - self._computing:
-            return
+        if request in self._swapped:
+            return ""
+        kept_out = request if self._is_kept_out(request, holding, before) else ""
+        if holding - self._computing:
+            return kept_out
         running = self._computing  # some have ended since
         self.listing.count("waits judged")
         config = self._header.config
@@ -191,20 +213,80 @@ class _Idle:
                 once=request,
                 request=request,
             )
+        return kept_out
+
+    def _is_kept_out(self, request: str, holding: set[str], before: PoolCounts) -> bool:
+        """Whether there is room for it if all that are less urgent go.
+
+        Each branch of the others may take a block more, one for a copy and one until swapped blocks
+        are free, and a run of drafts.
+        """
+        config, priority = self._header.config, self._precedence[request][0]
+        less_urgent = {name for name in holding if self._precedence[name][0] > priority}
+        most = config.get("max_num_seqs")
+        if not less_urgent or config.get("scheduling_policy") != "priority":
+            return False
+        others = (holding | self._computing) - less_urgent
+        kept: set[int] = set()
+        given: set[int] = set()
+        for seq, lease in self._tables.leases.items():
+            (given if request_of(seq) in less_urgent else kept).update(lease.blocks)
+        num_free = before.free + before.cached + len(given - kept) - self._num_taken
+        num_branches = sum(map(self._num_branches, others))
+        num_blocks = self._waiting[request] + self._num_spare(request) + 3 * num_branches
+        num_drafts = config.get("num_speculative_tokens", 0)
+        assert isinstance(num_drafts, int)
+        num_blocks += num_branches * self._blocks(num_drafts)
+        places = self._num_branches(request) + num_branches
+        return isinstance(most, int) and places <= most and num_blocks <= num_free
+
+    def _judge_kept_out(self, step: int, request: str) -> None:
+        """Find who is kept out by the less urgent for the second step in a row."""
+        before, self._kept_out = self._kept_out, request
+        if request and request == before:
+            self.listing.report(
+                Code.PROG_ORDER,
+                step,
+                f"it waits for the second step in which less urgent requests run, whose blocks and "
+                f"places would do for it (priority {self._precedence[request][0]})",
+                once=request,
+                request=request,
+            )
+
+    def _judge_admissions(self, pool: PoolCounts) -> None:
+        """Whether those that were let in left enough to those beside whom they were.
+
+        What is still to be copied to the host counts as left.
+        """
+        watermark = self._num_watermark_blocks()
+        for event, num_others, num_used in self._admissions:
+            self.listing.count("admissions judged")
+            num_left = pool.num_blocks - num_used
+            if num_others and num_left < watermark:
+                request = request_of(event.seq)
+                self.listing.report(
+                    Code.WORK_CROWDED,
+                    event.step,
+                    f"it is let in beside {num_others} others and leaves {num_left} blocks free; "
+                    f"the watermark is {watermark}",
+                    once=request,
+                    request=request,
+                )
 
     def _judge_eviction(self, event: Preempted) -> None:
         """Whether the more urgent one, the next in the queue, fits beside all that run.
 
-        Each of their branches may take a block more in this step, and one for a copy.
+        Each of their branches may take a block more in this step, and one for a copy. What victims
+        before it gave up is room, unless it is still to be copied to the host.
         """
         before, most = self._pool, self._header.config.get("max_num_seqs")
-        if self._is_excused or before is None or before.held or not self._waiting:
+        if self._is_disturbed or before is None or before.held or not self._waiting:
             return
         newcomer = min(self._waiting, key=self._precedence.__getitem__)
         running = {request_of(seq) for seq in self._tables.leases}
         num_branches = sum(map(self._num_branches, running))
         places = self._num_branches(newcomer) + num_branches
-        num_free = before.free + before.cached - self._num_taken
+        num_free = before.free + before.cached + self._num_given_up - self._num_taken
         num_blocks = self._waiting[newcomer] + self._num_spare(newcomer) + 2 * num_branches
         self.listing.count("evictions judged")
         if newcomer in self._swapped or not isinstance(most, int):
@@ -221,12 +303,15 @@ class _Idle:
 
     def _num_spare(self, request: str) -> int:
         """Blocks that an admission beside others leaves free, at most."""
-        config = self._header.config
-        watermark, drafts = config.get("watermark", 0), config.get("num_speculative_tokens", 0)
-        assert isinstance(watermark, int | float)
+        drafts = self._header.config.get("num_speculative_tokens", 0)
         assert isinstance(drafts, int)
-        num_blocks = int(watermark * self._header.num_blocks)
+        num_blocks = self._num_watermark_blocks()
         return num_blocks + (self._num_branches(request) * self._blocks(drafts) if drafts else 0)
+
+    def _num_watermark_blocks(self) -> int:
+        watermark = self._header.config.get("watermark", 0)
+        assert isinstance(watermark, int | float)
+        return int(watermark * self._header.num_blocks)
 
     def _num_branches(self, request: str) -> int:
         """Those that have not ended."""

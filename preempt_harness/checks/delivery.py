@@ -469,6 +469,8 @@ def _wrong_finish(
     elif reason == "abort":
         if not aborted:
             yield "finish reason 'abort', but nobody aborted it"
+        elif "Aborted" in header.observed and _ended_by_itself(header, spec, output):
+            yield "finish reason 'abort', but with its last token it had ended by itself"
     elif reason == "error":
         if not result.error:
             yield "finish reason 'error' without an error"
@@ -476,6 +478,18 @@ def _wrong_finish(
         yield f"finish reason {reason!r} is none of 'stop', 'length', 'abort', 'error'"
     elif result.finished and not result.error:
         yield "it is finished without a finish reason"
+
+
+def _ended_by_itself(header: Header, spec: RequestSpec, output: SequenceOutput) -> bool:
+    """Whether the last token ends an output; of beams nobody sees that."""
+    sampling, length = spec.sampling, len(output.token_ids)
+    if sampling.beam is not None or not length:
+        return False
+    stops = set(sampling.stop_token_ids)
+    if not sampling.ignore_eos:
+        stops.update(header.eos_token_ids)
+    is_stop = output.token_ids[-1] in stops and length > sampling.min_tokens
+    return is_stop or length >= sampling.max_tokens
 
 
 def _at_limit(header: Header, spec: RequestSpec, num_output_tokens: int) -> bool:

@@ -146,7 +146,7 @@ def _num_waits(header: Header, spec: RequestSpec) -> int:
 def _num_paid_preemptions(trace: Trace, held: set[int]) -> int:
     """Preemptions that may take from the request that goes first, or stop all others."""
     preemptions = trace.of(Preempted)
-    if not _mixes(trace.header):
+    if not mixes_steps(trace.header):
         return len(preemptions)
     caused = sum(event.reason == "forced" or event.step in held for event in preemptions)
     specs = list(trace.specs.values())
@@ -210,7 +210,7 @@ def steps_ahead(header: Header) -> int:
     return depth if isinstance(depth, int) and not isinstance(depth, bool) else 0
 
 
-def _mixes(header: Header) -> bool:
+def mixes_steps(header: Header) -> bool:
     """Whether a step that computes a lost prefill anew still serves the others.
 
     A record that lists no capabilities is held to the stricter bound.

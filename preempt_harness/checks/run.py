@@ -21,6 +21,7 @@ from preempt_harness.checks import (
     _work_drafts,
     _work_hits,
     _work_idle,
+    _work_standstill,
     _work_swap,
     crash,
     delivery,
@@ -284,6 +285,18 @@ PARTS = (
         ),
         applies=_work_idle.admits_when_it_can,
         judge=_plain(_work_idle.check_idle),
+    ),
+    Part(
+        check="work",
+        part="standstill",
+        needs=frozenset(
+            {
+                *("Arrived", "BlocksAllocated", "BlocksFreed", "PoolCounts", "Preempted"),
+                *("Scheduled", "TokensDelivered"),
+            }
+        ),
+        applies=_work_standstill.computes_when_it_can,
+        judge=_plain(_work_standstill.check_standstill),
     ),
     Part(
         check="work",

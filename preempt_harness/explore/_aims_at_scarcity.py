@@ -21,8 +21,8 @@ from preempt_harness.explore._aimed import (
     with_option,
 )
 from preempt_harness.generators import in_order_of_arrival
-from preempt_harness.plan import Action, Preempt, PreemptAll, Squeeze, Step
-from preempt_harness.workload import RequestSpec, Workload
+from preempt_harness.plan import Preempt, PreemptAll, Squeeze, Step
+from preempt_harness.workload import Operation, RequestSpec, Workload
 
 
 def ends(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
@@ -65,7 +65,10 @@ def want(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
 
 
 def both_ways(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
-    """More and less urgent requests swapped out and in, with swap space for few blocks."""
+    """More and less urgent requests swapped out and in, with swap space for few blocks.
+
+    Where there are priorities, some of those who are out, or about to come in, get another.
+    """
     workload = with_company(trial.workload, source.randint(4, 6))
     size = trial.settings.block_size
     if protocol.PRIORITY in adapter.capabilities:
@@ -83,11 +86,11 @@ def both_ways(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Ai
             "swap_space_blocks": source.randint(blocks[0], blocks[-2] + blocks[-1]),
         },
     )
-    return Aimed(
-        settings=settings,
-        workload=workload,
-        actions=tuple(_out_when_others_come(source, workload.requests)),
-    )
+    actions = tuple(_out_when_others_come(source, workload.requests))
+    if {protocol.PRIORITY, protocol.SET_PRIORITY} <= adapter.capabilities:
+        operations = [*workload.operations, *_changed_while_out(source, actions)]
+        workload = msgspec.structs.replace(workload, operations=operations)
+    return Aimed(settings=settings, workload=workload, actions=actions)
 
 
 def all_out(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
@@ -139,9 +142,21 @@ def _calm_and_urgent(source: random.Random, workload: Workload, block_size: int)
     return msgspec.structs.replace(workload, requests=in_order_of_arrival(requests))
 
 
+def _changed_while_out(source: random.Random, actions: Iterable[Preempt]) -> Iterable[Operation]:
+    """Some victims are given another priority soon after they were swapped out."""
+    for action in actions:
+        if source.random() < 0.3:
+            assert isinstance(action.at, Step)
+            step = action.at.number + source.randint(1, 3)
+            priority = source.randrange(3)
+            yield Operation(
+                kind="set_priority", step=step, request=action.request, priority=priority
+            )
+
+
 def _out_when_others_come(
     source: random.Random, requests: Sequence[RequestSpec]
-) -> Iterable[Action]:
+) -> Iterable[Preempt]:
     """Who is at least as urgent as a later request is swapped out about when that one comes."""
     for index, request in enumerate(requests):
         before = [other for other in requests[:index] if other.priority <= request.priority]

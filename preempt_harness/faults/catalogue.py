@@ -31,6 +31,8 @@ KINDS = (
     "leftovers",
     "reports",
     "texts",
+    "pace",
+    "branch_state",
 )
 
 

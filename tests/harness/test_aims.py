@@ -26,6 +26,7 @@ from preempt_harness.record import (
     CacheReset,
     Finished,
     Preempted,
+    PriorityChanged,
     SwappedIn,
     SwappedOut,
     TokensDelivered,
@@ -134,6 +135,19 @@ def test_both_ways_in_one_step() -> None:
         record = run(trial)
         num_both += bool(steps_of(record, SwappedIn) & steps_of(record, SwappedOut))
     assert num_both
+
+
+def test_both_ways_changes_priorities_of_some_who_are_out() -> None:
+    num_changed = 0
+    for trial in aimed("both ways"):
+        out: set[str] = set()
+        for event in run(trial).events:
+            if isinstance(event, SwappedOut):
+                out.add(event.request)
+            elif isinstance(event, SwappedIn):
+                out.discard(event.request)
+            num_changed += isinstance(event, PriorityChanged) and event.request in out
+    assert num_changed > 3
 
 
 def test_all_out_swaps_several_out_in_one_step_and_others_come_meanwhile() -> None:

@@ -411,6 +411,7 @@ def test_who_is_given_up_in_its_prefill_has_the_beginning_of_its_prompts_log_pro
     result = replace(record.results["r0"], prompt_logprobs=beginning)
     if given_up:
         record.events.append(Aborted(99, "r0"))
+        spec["sampling"]["max_tokens"] += 1  # it had not ended
         result = replace(result, outputs=[replace(result.outputs[0], finish_reason="abort")])
     record.results["r0"] = result
     assert codes(record) == ([] if given_up else [Code.DEL_LOGPROBS])
@@ -426,6 +427,25 @@ def test_aborted_request_may_have_any_prefix_and_no_result() -> None:
     assert codes(record) == []
     del record.results["r1"]
     assert codes(record) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "is_found"),
+    [({}, True), ({"max_tokens": 9}, False), ({"max_tokens": 9, "stops": True}, True)],
+)
+def test_who_had_ended_by_itself_was_not_aborted(
+    record: TrialRecord, change: dict[str, object], is_found: bool
+) -> None:
+    change = dict(change)
+    change_output(record, "r1", finish_reason="abort")
+    if change.pop("stops", False):
+        change["stop_token_ids"] = [record.results["r1"].outputs[0].token_ids[-1]]
+    change_sampling(record, **change)
+    record.header = replace(record.header, observed=[*record.header.observed, "Aborted"])
+    record.events.append(Aborted(99, "r1"))
+    record.baseline = None
+    found = run_checks(record, ["delivery"]).findings
+    assert any("had ended by itself" in finding.message for finding in found) == is_found
 
 
 def test_black_box_engine_is_judged_by_its_results_only(record: TrialRecord) -> None:

@@ -20,6 +20,7 @@ from preempt_harness.record import (
     PlanApplied,
     PoolCounts,
     Preempted,
+    PriorityChanged,
     Scheduled,
     SwappedOut,
 )
@@ -144,6 +145,86 @@ def test_places_of_branches_that_ended_are_room() -> None:
     with plant(BRANCHES_COUNT_FOR_EVER) as planted:
         assert idle()
     assert planted.num_reached
+
+
+def evicted(*more: Event, mode: str = "recompute", free: int = 0, places: int = 2) -> list[Finding]:
+    """r1, urgent and of two blocks, comes while r0 and r2 run, of which one or two have to go."""
+    return judged(
+        "idle room",
+        replace(arrived("r0"), priority=1),
+        replace(arrived("r2"), priority=1),
+        BlocksAllocated(0, "r0.0", [0, 1, 2], 0),
+        BlocksAllocated(0, "r2.0", [3, 4, 5, 6], 0),
+        Scheduled(0, "r0.0", 0, 3),
+        pool(0, free),
+        arrived("r1"),
+        Preempted(1, "r2", mode, "decode", "priority", 6, 7),
+        BlocksFreed(1, "r2.0", [3, 4, 5, 6]),
+        *more,
+        pool(1, free),
+        max_num_seqs=places,
+    )
+
+
+SECOND = (Preempted(1, "r0", "recompute", "decode", "priority", 6, 7),)
+
+
+def test_a_second_victim_beside_room_is_found() -> None:
+    (found,) = evicted(*SECOND)
+    assert (found.code, found.request) == (Code.WORK_VAIN, "r0")
+    assert evicted() == []
+    assert evicted(*SECOND, places=1) == []
+    assert evicted(*SECOND, mode="swap") == []  # the first one's blocks are still to be copied
+    assert evicted(*SECOND, mode="swap", free=4)  # its place was enough
+
+
+def kept_out(
+    *more: Event, priority: int = 1, policy: str = "priority", free: int = 0
+) -> list[Finding]:
+    """r1, of two blocks, waits for two steps in which r0 runs, which has three."""
+    return judged(
+        "idle room",
+        replace(arrived("r0"), priority=priority),
+        BlocksAllocated(0, "r0.0", [0, 1, 2], 0),
+        Scheduled(0, "r0.0", 0, 6),
+        pool(0, free),
+        arrived("r1"),
+        Scheduled(1, "r0.0", 6, 7),
+        pool(1, free),
+        *more,
+        Scheduled(2, "r0.0", 7, 8),
+        pool(2, free),
+        scheduling_policy=policy,
+    )
+
+
+def test_who_waits_for_the_less_urgent_is_found() -> None:
+    (found,) = kept_out()
+    assert (found.code, found.step, found.request) == (Code.PROG_ORDER, 2, "r1")
+    assert kept_out(priority=0) == []
+    assert kept_out(policy="fcfs") == []
+    assert kept_out(PlanApplied(2, "preempt:r0@2")) == []
+    assert kept_out(PriorityChanged(2, "r0", 0)) == []
+    assert kept_out(replace(arrived("r2", 20), priority=-1)) == []  # who is next now does not fit
+
+
+@pytest.mark.parametrize(("watermark", "is_found"), [(0.5, True), (0.375, False), (0, False)])
+def test_who_comes_in_beside_others_leaves_the_watermark(watermark: float, is_found: bool) -> None:
+    log = [
+        arrived("r0"),
+        arrived("r1"),
+        BlocksAllocated(0, "r0.0", [0, 1], 0),  # alone
+        pool(0, 6),
+        BlocksAllocated(1, "r1.0", [2, 3, 4], 0),
+    ]
+    found = judged("idle room", *log, pool(1, 3), watermark=watermark)
+    assert [finding.code for finding in found] == [Code.WORK_CROWDED] * is_found
+    assert judged("idle room", *log, pool(1, 1, held=2), watermark=watermark) == []
+
+
+def test_the_first_comes_in_without_the_watermark() -> None:
+    log = [pool(0, 8), arrived("r0"), BlocksAllocated(1, "r0.0", [0, 1], 0), pool(1, 6)]
+    assert judged("idle room", *log, watermark=0.9) == []
 
 
 def out(step: int, request: str = "r0", mode: str = "recompute") -> list[Event]:

@@ -1,0 +1,146 @@
+"""Work: nobody who runs stands still, or half still, in a step with tokens to spare.
+
+A running request that has blocks for all its known tokens needs nothing more than tokens of the
+budget. In a step that leaves some of those unused it computes all that it can: up to its newest
+token.
+
+Known tokens are the prompt and what was delivered before the step. Of a request of several branches
+some may wait for each other, so it is not judged; nor is a step with a preemption, an action of the
+plan, an error or withheld blocks. For engines of which `admits_when_it_can` and that mix prefills
+and decodes, as others have reasons of their own to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from preempt_harness.checks._work_idle import admits_when_it_can
+from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
+from preempt_harness.checks.progress import mixes_steps
+from preempt_harness.checks.steady import IdleSteps, SteadySteps
+from preempt_harness.checks.tables import SchedulerTables
+from preempt_harness.checks.trace import DeliveredRows, ScheduledRows, Trace
+from preempt_harness.record import (
+    Arrived,
+    BlocksAllocated,
+    BlocksFreed,
+    BlocksReplaced,
+    EngineError,
+    Forked,
+    Header,
+    PlanApplied,
+    PoolCounts,
+    Preempted,
+)
+
+
+def computes_when_it_can(header: Header) -> bool:
+    """Whether an engine of this configuration is held to it."""
+    return admits_when_it_can(header) and mixes_steps(header)
+
+
+def check_standstill(trace: Trace) -> CheckResult:
+    """Who has blocks and known tokens goes on as far as the budget lasts."""
+    judge = _Standstill(trace)
+    for event in trace.of(
+        SteadySteps,
+        IdleSteps,
+        Arrived,
+        BlocksAllocated,
+        BlocksFreed,
+        BlocksReplaced,
+        DeliveredRows,
+        EngineError,
+        Forked,
+        PlanApplied,
+        PoolCounts,
+        Preempted,
+        ScheduledRows,
+    ):
+        judge.take(event)
+    return judge.listing.result("work", "standstill")
+
+
+class _Standstill:
+    """What a step computed, of whom, and what it might have."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.listing = Listing()
+        self._header = trace.header
+        self._tables = SchedulerTables()
+        self._known: dict[str, int] = {}  # sequence of a request of one branch -> tokens
+        self._single = {
+            f"{name}.0" for name, spec in trace.specs.items() if spec.sampling.num_sequences == 1
+        }
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._num_tokens = 0
+        self._ends: dict[str, int] = {}
+        self._delivered: list[tuple[str, int]] = []
+        self._is_excused = False
+
+    def take(self, event: object) -> None:
+        """The next thing that happened."""
+        if isinstance(event, ScheduledRows):
+            self._take_rows(event.seqs, event.ends, event.num_tokens)
+        elif isinstance(event, DeliveredRows):
+            lengths = map(len, event.token_ids)
+            self._delivered += zip(event.seqs, lengths, strict=True)
+        elif isinstance(event, PoolCounts):
+            self._end_step(event.step, event)
+        elif isinstance(event, SteadySteps):
+            self._take_several(event)
+        elif isinstance(event, IdleSteps):
+            self._end_step(event.step, event.pool)
+        elif isinstance(event, Arrived):
+            self._known[f"{event.request}.0"] = len(event.prompt_token_ids)
+        elif isinstance(event, BlocksAllocated):
+            self._tables.allocate(event)
+        elif isinstance(event, BlocksFreed):
+            self._tables.free(event)
+        elif isinstance(event, BlocksReplaced):
+            self._tables.replace(event)
+        elif isinstance(event, Forked):
+            self._tables.fork(event)
+        else:  # a preemption, an action of the plan, or an error
+            self._is_excused = True
+
+    def _take_rows(self, seqs: Iterable[str], ends: Iterable[int], num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+        self._ends.update(zip(seqs, ends, strict=True))
+
+    def _take_several(self, steady: SteadySteps) -> None:
+        """The same happens in each of them, so the first stands for all."""
+        ends = [start + length for start, length in zip(steady.starts, steady.lengths, strict=True)]
+        self._take_rows(steady.seqs, ends, sum(steady.lengths))
+        self._delivered = [(seq, steady.num_steps) for seq in steady.delivered_seqs]
+        self._end_step(steady.step, steady.pool)
+
+    def _end_step(self, step: int, pool: PoolCounts) -> None:
+        budget = self._header.config.get("max_num_batched_tokens")
+        has_tokens = isinstance(budget, int) and self._num_tokens < budget
+        if has_tokens and not self._is_excused and not pool.held:
+            self._judge(step, f"{self._num_tokens} of {budget}")
+        for seq, num_tokens in self._delivered:
+            self._known[seq] = self._known.get(seq, 0) + num_tokens
+        self._begin_step()
+
+    def _judge(self, step: int, computed: str) -> None:
+        for seq, lease in self._tables.leases.items():
+            known, end = self._known.get(seq, 0), self._ends.get(seq, 0)
+            has_room = known <= len(lease.blocks) * self._header.block_size
+            if seq not in self._single or not has_room:
+                continue
+            self.listing.count("running judged")
+            if end < known:
+                what = f"up to position {end} only" if seq in self._ends else "nothing"
+                request = request_of(seq)
+                self.listing.report(
+                    Code.WORK_IDLE,
+                    step,
+                    f"it runs, has blocks for all its {known} known tokens and computes {what}, "
+                    f"in a step that computes {computed} tokens",
+                    once=request,
+                    request=request,
+                )

@@ -1,0 +1,95 @@
+"""Standing still: who runs and has blocks computes what the budget leaves; and who need not."""
+
+from __future__ import annotations
+
+import msgspec
+from fake_engine import run_fake
+from fake_trials import make_workload
+
+from preempt_harness.checks import Code, Finding, run_checks
+from preempt_harness.record import (
+    Arrived,
+    BlocksAllocated,
+    Event,
+    PlanApplied,
+    PoolCounts,
+    Preempted,
+    Scheduled,
+    TokensDelivered,
+)
+
+replace = msgspec.structs.replace
+CAPABILITIES = ("recompute", "strict_order", "mixed_steps")
+
+
+def judged(
+    *events: Event, capabilities: tuple[str, ...] = CAPABILITIES, **config: object
+) -> list[Finding]:
+    """Findings on a log that consists of these events; blocks of four tokens, eight a step."""
+    record = run_fake(make_workload([6, 9], max_tokens=4))
+    record.header = replace(
+        record.header,
+        capabilities=list(capabilities),
+        block_size=4,
+        num_blocks=8,
+        config={"max_num_batched_tokens": 8, "max_num_seqs": 4, **config},
+    )
+    record.events = list(events)
+    return [
+        finding
+        for result in run_checks(record, ["work"]).of("work")
+        if result.part == "standstill"
+        for finding in result.findings
+    ]
+
+
+def pool(step: int, held: int = 0) -> PoolCounts:
+    return PoolCounts(step, 8, 5 - held, 0, 3, held)
+
+
+def prefill(end: int, *more: Event, held: int = 0, **config: object) -> list[Finding]:
+    """r0, of six tokens and two blocks, is computed up to `end` in its first step."""
+    log = [Arrived(0, "r0", [1] * 6, 4, 0), BlocksAllocated(0, "r0.0", [0, 1], 0)]
+    rows = [Scheduled(0, "r0.0", 0, end)] if end else []
+    return judged(*log, *rows, *more, pool(0, held), **config)
+
+
+def test_half_a_chunk_beside_unused_tokens_is_found() -> None:
+    (found,) = prefill(3)
+    assert (found.code, found.step, found.request) == (Code.WORK_IDLE, 0, "r0")
+    assert "all its 6 known tokens" in found.message
+    assert "up to position 3" in found.message
+    assert prefill(6) == []
+    assert prefill(3, max_num_batched_tokens=3) == []
+
+
+def test_who_computes_nothing_is_found() -> None:
+    (found,) = prefill(0)
+    assert "computes nothing" in found.message
+
+
+def test_tokens_are_known_from_the_step_after_their_delivery() -> None:
+    log: list[Event] = [TokensDelivered(0, "r0.0", [5], None, ""), pool(0)]
+    (found,) = prefill(6, *log, pool(1))
+    assert (found.step, "all its 7 known tokens" in found.message) == (1, True)
+    assert prefill(6, *log, Scheduled(1, "r0.0", 6, 7)) == []
+
+
+def test_who_lacks_a_block_stands_still_by_right() -> None:
+    tokens = TokensDelivered(0, "r0.0", [5, 5, 5], None, "")
+    assert prefill(6, tokens, pool(0), pool(1)) == []
+
+
+def test_steps_and_engines_with_reasons_of_their_own_are_excused() -> None:
+    assert prefill(3, PlanApplied(0, "squeeze:all@0..3")) == []
+    assert prefill(3, Preempted(0, "r1", "recompute", "decode", "out_of_blocks", 6, 7)) == []
+    assert prefill(3, held=1) == []
+    assert prefill(3, async_scheduling=1) == []
+    log: list[Event] = [
+        Arrived(0, "r0", [1] * 6, 4, 0),
+        BlocksAllocated(0, "r0.0", [0, 1], 0),
+        pool(0),
+    ]
+    assert judged(*log)
+    assert judged(*log, capabilities=("recompute", "strict_order")) == []
+    assert judged(*log, capabilities=("recompute", "mixed_steps")) == []
