@@ -1,5 +1,8 @@
 """Work: nobody waits in a step that has room for the next in the queue, nor goes for one who fits.
 
+Drafts are a gamble: what they take of a step counts as room, and who loses blocks for them loses
+them in vain.
+
 For engines that promise `strict_order`, since only then the next is known. Room is counted on the
 safe side, with what the log tells of the step:
 
@@ -20,11 +23,12 @@ from __future__ import annotations
 from collections import Counter
 
 from preempt_harness.checks._progress_precedence import promises_order
+from preempt_harness.checks.drafts import has_drafts
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.progress import steps_ahead
 from preempt_harness.checks.steady import IdleSteps, SteadySteps
 from preempt_harness.checks.tables import SchedulerTables, num_blocks_for
-from preempt_harness.checks.trace import ScheduledRows, Trace
+from preempt_harness.checks.trace import DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
     Aborted,
     Arrived,
@@ -39,6 +43,7 @@ from preempt_harness.record import (
     PoolCounts,
     Preempted,
     PriorityChanged,
+    TokensChosen,
 )
 
 
@@ -63,6 +68,8 @@ def check_idle(trace: Trace) -> CheckResult:
         PriorityChanged,
         PlanApplied,
         ScheduledRows,
+        DeliveredRows,
+        TokensChosen,
         PoolCounts,
         Finished,
         Aborted,
@@ -86,16 +93,24 @@ class _Idle:
         self._swapped: set[str] = set()
         self._ended: Counter[str] = Counter()  # branches
         self._pool: PoolCounts | None = None  # after the step before
+        self._drafts = _Drafts(trace.header) if has_drafts(trace.header) else None
         self._begin_step()
 
     def _begin_step(self) -> None:
         self._num_taken = self._num_tokens = 0
         self._computing: set[str] = set()
-        self._is_excused = False
+        self._is_excused = self._has_admitted = False
+        self._short: list[str] = []  # preempted for want of blocks
         self._ended_now: Counter[str] = Counter()
+        if self._drafts is not None:
+            self._drafts.begin_step(self._tables)
 
     def take(self, event: object) -> None:
         """The next thing that happened."""
+        if self._drafts is not None:
+            self._drafts.take(event, self._tables)
+        if isinstance(event, DeliveredRows | TokensChosen):
+            return
         if isinstance(event, ScheduledRows):
             self._num_tokens += event.num_tokens
             self._computing.update(map(request_of, event.seqs))
@@ -112,6 +127,8 @@ class _Idle:
         elif isinstance(event, Preempted):
             if event.reason == "priority":
                 self._judge_eviction(event)
+            elif event.reason == "out_of_blocks":
+                self._short.append(event.request)
             self._is_excused = True
             self._victims.add(event.request)
             num_branches = self._num_branches(event.request)
@@ -134,7 +151,7 @@ class _Idle:
             self._tables.allocate(event)
             self._num_taken += len(event.blocks)
             request = request_of(event.seq)
-            self._waiting.pop(request, None)
+            self._has_admitted |= self._waiting.pop(request, None) is not None
             self._victims.discard(request)
             self._swapped.discard(request)
         elif isinstance(event, BlocksFreed):
@@ -160,6 +177,8 @@ class _Idle:
         excused = self._is_excused or before is None or before.held or pool.held
         if not excused and self._waiting and before is not None:
             self._judge(step, before)
+        if self._short and self._drafts is not None:
+            self._judge_want(step, self._drafts)
         self._ended += self._ended_now
         self._begin_step()
 
@@ -175,13 +194,9 @@ class _Idle:
         num_blocks = self._waiting[request] + (self._num_spare(request) if running else 0)
         places = self._num_branches(request) + sum(map(self._num_branches, running))
         budget, most = config.get("max_num_batched_tokens"), config.get("max_num_seqs")
-        if (
-            isinstance(budget, int)
-            and isinstance(most, int)
-            and self._num_tokens < budget
-            and places <= most
-            and num_blocks <= num_free
-        ):
+        if not isinstance(budget, int) or not isinstance(most, int) or places > most:
+            return
+        if self._num_tokens < budget and num_blocks <= num_free:
             self.listing.report(
                 Code.WORK_IDLE,
                 step,
@@ -191,6 +206,37 @@ class _Idle:
                 once=request,
                 request=request,
             )
+            return
+        drafts = self._drafts
+        if drafts is None or self._has_admitted:  # they leave room for one
+            return
+        if self._num_tokens - drafts.num_tokens < budget and (
+            num_blocks <= num_free + drafts.num_blocks
+        ):
+            self.listing.report(
+                Code.WORK_DRAFTS,
+                step,
+                f"it waits, and is the next, and drafts have its room: it takes {num_blocks} "
+                f"blocks at most, {num_free} are free and {drafts.num_blocks} were taken for "
+                f"drafts, which are {drafts.num_tokens} of the {self._num_tokens} tokens computed "
+                f"(of {budget})",
+                once=request,
+                request=request,
+            )
+
+    def _judge_want(self, step: int, drafts: _Drafts) -> None:
+        """Whether somebody lost blocks in a step in which drafts take some."""
+        self.listing.count("steps short of blocks judged")
+        if drafts.num_blocks:
+            for request in self._short:
+                self.listing.report(
+                    Code.WORK_DRAFTS,
+                    step,
+                    f"it is preempted for want of blocks, and {drafts.num_blocks} blocks are taken "
+                    f"for drafts in the same step",
+                    once=request,
+                    request=request,
+                )
 
     def _judge_eviction(self, event: Preempted) -> None:
         """Whether the more urgent one, the next in the queue, fits beside all that run.
@@ -238,3 +284,47 @@ class _Idle:
 
     def _blocks(self, num_tokens: int) -> int:
         return num_blocks_for(num_tokens, self._header.block_size)
+
+
+class _Drafts:
+    """What the drafts of a step take.
+
+    Attributes:
+        num_tokens: that are computed as drafts.
+        num_blocks: that were handed out in this step and hold nothing but drafts.
+    """
+
+    def __init__(self, header: Header) -> None:
+        self.num_tokens = self.num_blocks = 0
+        self._block_size = header.block_size
+        self._known: Counter[str] = Counter()  # tokens of the prompt, and those that were chosen
+        self._num_held: dict[str, int] = {}  # blocks, before the step
+
+    def begin_step(self, tables: SchedulerTables) -> None:
+        self.num_tokens = self.num_blocks = 0
+        self._num_held = {seq: len(lease.blocks) for seq, lease in tables.leases.items()}
+
+    def take(self, event: object, tables: SchedulerTables) -> None:
+        """The next thing that happened; the tables are as before it."""
+        if isinstance(event, ScheduledRows):
+            for seq, end in zip(event.seqs, event.ends, strict=True):
+                self._schedule(seq, end, tables)
+        elif isinstance(event, DeliveredRows):
+            for seq, token_ids in zip(event.seqs, event.token_ids, strict=True):
+                self._known[seq] += len(token_ids)
+        elif isinstance(event, TokensChosen):
+            self._known[event.seq] += len(event.token_ids)
+        elif isinstance(event, Arrived):
+            self._known[f"{event.request}.0"] = len(event.prompt_token_ids)
+        elif isinstance(event, Forked):
+            self._known[event.child] = self._known[event.parent]
+
+    def _schedule(self, seq: str, end: int, tables: SchedulerTables) -> None:
+        known = self._known[seq]
+        if end <= known:
+            return
+        self.num_tokens += end - known
+        num_own = max(num_blocks_for(known, self._block_size), self._num_held.get(seq, 0))
+        lease = tables.leases.get(seq)
+        if lease is not None:
+            self.num_blocks += max(0, len(lease.blocks) - num_own)

@@ -30,6 +30,7 @@ KINDS = (
     "room",
     "leftovers",
     "reports",
+    "coincidences",
 )
 
 
