@@ -221,4 +221,38 @@ FAULTS = (
         ),
         needs=frozenset({"beam_search", "abort"}),
     ),
+    Fault(
+        name="growth-until-the-copies-are-done-ignored",
+        mechanism="victims are chosen as if those who stay took no block while theirs are copied",
+        source="mechanism",
+        expected=("WORK",),
+        patches=(
+            Patch(
+                "preempt_engine.victims:victims_for",
+                "fits = num_wanted + sum(later[:survivors]) <= freed.num_available_blocks",
+                "if sum(later[:survivors]) > sum(now[:survivors]) and reached():\n"
+                "    later = now\n"
+                "fits = num_wanted + sum(later[:survivors]) <= freed.num_available_blocks",
+            ),
+        ),
+        needs=frozenset({"swap", "priority"}),
+    ),
+    Fault(
+        name="copy-counted-behind-a-full-block",
+        mechanism="a shared block that is full counts as one to copy when the next token begins"
+        " another",
+        source="mechanism",
+        expected=("WORK", "PROG", "CRASH"),
+        patches=(
+            Patch(
+                f"{_BLOCKS}.num_to_write",
+                "index = sequence.num_computed_tokens // size",
+                "index = sequence.num_computed_tokens // size\n"
+                "is_full = sequence.num_computed_tokens == index * size > 0\n"
+                "if is_full and ref_counts[table[index - 1]] > 1 and reached():\n"
+                "    index -= 1",
+            ),
+        ),
+        needs=_SEVERAL,
+    ),
 )
