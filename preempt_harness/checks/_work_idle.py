@@ -1,5 +1,8 @@
 """Work: nobody waits beside room, goes without need, or comes without room.
 
+Drafts are a gamble: what they take of a step counts as room, and who loses blocks for them loses
+them in vain.
+
 For engines that promise `strict_order`, since only then the next is known. Room is counted on the
 safe side, with what the log tells of the step:
 
@@ -24,11 +27,12 @@ from __future__ import annotations
 from collections import Counter
 
 from preempt_harness.checks._progress_precedence import promises_order
+from preempt_harness.checks.drafts import has_drafts
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.progress import steps_ahead
 from preempt_harness.checks.steady import IdleSteps, SteadySteps
 from preempt_harness.checks.tables import SchedulerTables, num_blocks_for
-from preempt_harness.checks.trace import ScheduledRows, Trace
+from preempt_harness.checks.trace import DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
     Aborted,
     Arrived,
@@ -43,6 +47,7 @@ from preempt_harness.record import (
     PoolCounts,
     Preempted,
     PriorityChanged,
+    TokensChosen,
 )
 
 
@@ -67,6 +72,8 @@ def check_idle(trace: Trace) -> CheckResult:
         PriorityChanged,
         PlanApplied,
         ScheduledRows,
+        DeliveredRows,
+        TokensChosen,
         PoolCounts,
         Finished,
         Aborted,
@@ -91,6 +98,7 @@ class _Idle:
         self._ended: Counter[str] = Counter()  # branches
         self._pool: PoolCounts | None = None  # after the step before
         self._kept_out = ""  # who was the next in the step before, if evictions had let it in
+        self._drafts = _Drafts(trace.header) if has_drafts(trace.header) else None
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -101,10 +109,17 @@ class _Idle:
         # Who was let in beside how many others, and how many blocks were in use then.
         self._admissions: list[tuple[BlocksAllocated, int, int]] = []
         self._num_given_up = 0  # blocks that victims of the step left to others
+        self._short: list[str] = []  # preempted for want of blocks
         self._ended_now: Counter[str] = Counter()
+        if self._drafts is not None:
+            self._drafts.begin_step(self._tables)
 
     def take(self, event: object) -> None:
         """The next thing that happened."""
+        if self._drafts is not None:
+            self._drafts.take(event, self._tables)
+        if isinstance(event, DeliveredRows | TokensChosen):
+            return
         if isinstance(event, ScheduledRows):
             self._num_tokens += event.num_tokens
             self._computing.update(map(request_of, event.seqs))
@@ -121,6 +136,8 @@ class _Idle:
         elif isinstance(event, Preempted):
             if event.reason == "priority":
                 self._judge_eviction(event)
+            elif event.reason == "out_of_blocks":
+                self._short.append(event.request)
             self._is_excused = True
             self._is_disturbed |= event.reason != "priority"
             self._victims.add(event.request)
@@ -178,6 +195,8 @@ class _Idle:
         if not excused and self._waiting and before is not None:
             kept_out = self._judge(step, before)
         self._judge_kept_out(step, kept_out)
+        if self._short and self._drafts is not None:
+            self._judge_want(step, self._drafts)
         self._ended += self._ended_now
         self._begin_step()
 
@@ -187,9 +206,12 @@ class _Idle:
         holding = {request_of(seq) for seq in self._tables.leases}
         if request in self._swapped:
             return ""
-        kept_out = request if self._is_kept_out(request, holding, before) else ""
-        if holding - self._computing:
-            return kept_out
+        if not holding - self._computing:
+            self._judge_wait(step, request, before)
+        return request if self._is_kept_out(request, holding, before) else ""
+
+    def _judge_wait(self, step: int, request: str, before: PoolCounts) -> None:
+        """Whether there is room for the next in the queue, or would be without drafts."""
         running = self._computing  # some have ended since
         self.listing.count("waits judged")
         config = self._header.config
@@ -197,13 +219,9 @@ class _Idle:
         num_blocks = self._waiting[request] + (self._num_spare(request) if running else 0)
         places = self._num_branches(request) + sum(map(self._num_branches, running))
         budget, most = config.get("max_num_batched_tokens"), config.get("max_num_seqs")
-        if (
-            isinstance(budget, int)
-            and isinstance(most, int)
-            and self._num_tokens < budget
-            and places <= most
-            and num_blocks <= num_free
-        ):
+        if not isinstance(budget, int) or not isinstance(most, int) or places > most:
+            return
+        if self._num_tokens < budget and num_blocks <= num_free:
             self.listing.report(
                 Code.WORK_IDLE,
                 step,
@@ -213,7 +231,23 @@ class _Idle:
                 once=request,
                 request=request,
             )
-        return kept_out
+            return
+        drafts = self._drafts
+        if drafts is None or self._admissions:  # they leave room for one
+            return
+        if self._num_tokens - drafts.num_tokens < budget and (
+            num_blocks <= num_free + drafts.num_blocks
+        ):
+            self.listing.report(
+                Code.WORK_DRAFTS,
+                step,
+                f"it waits, and is the next, and drafts have its room: it takes {num_blocks} "
+                f"blocks at most, {num_free} are free and {drafts.num_blocks} were taken for "
+                f"drafts, which are {drafts.num_tokens} of the {self._num_tokens} tokens computed "
+                f"(of {budget})",
+                once=request,
+                request=request,
+            )
 
     def _is_kept_out(self, request: str, holding: set[str], before: PoolCounts) -> bool:
         """Whether there is room for it if all that are less urgent go.
@@ -273,6 +307,20 @@ class _Idle:
                     request=request,
                 )
 
+    def _judge_want(self, step: int, drafts: _Drafts) -> None:
+        """Whether somebody lost blocks in a step in which drafts take some."""
+        self.listing.count("steps short of blocks judged")
+        if drafts.num_blocks:
+            for request in self._short:
+                self.listing.report(
+                    Code.WORK_DRAFTS,
+                    step,
+                    f"it is preempted for want of blocks, and {drafts.num_blocks} blocks are taken "
+                    f"for drafts in the same step",
+                    once=request,
+                    request=request,
+                )
+
     def _judge_eviction(self, event: Preempted) -> None:
         """Whether the more urgent one, the next in the queue, fits beside all that run.
 
@@ -323,3 +371,47 @@ class _Idle:
 
     def _blocks(self, num_tokens: int) -> int:
         return num_blocks_for(num_tokens, self._header.block_size)
+
+
+class _Drafts:
+    """What the drafts of a step take.
+
+    Attributes:
+        num_tokens: that are computed as drafts.
+        num_blocks: that were handed out in this step and hold nothing but drafts.
+    """
+
+    def __init__(self, header: Header) -> None:
+        self.num_tokens = self.num_blocks = 0
+        self._block_size = header.block_size
+        self._known: Counter[str] = Counter()  # tokens of the prompt, and those that were chosen
+        self._num_held: dict[str, int] = {}  # blocks, before the step
+
+    def begin_step(self, tables: SchedulerTables) -> None:
+        self.num_tokens = self.num_blocks = 0
+        self._num_held = {seq: len(lease.blocks) for seq, lease in tables.leases.items()}
+
+    def take(self, event: object, tables: SchedulerTables) -> None:
+        """The next thing that happened; the tables are as before it."""
+        if isinstance(event, ScheduledRows):
+            for seq, end in zip(event.seqs, event.ends, strict=True):
+                self._schedule(seq, end, tables)
+        elif isinstance(event, DeliveredRows):
+            for seq, token_ids in zip(event.seqs, event.token_ids, strict=True):
+                self._known[seq] += len(token_ids)
+        elif isinstance(event, TokensChosen):
+            self._known[event.seq] += len(event.token_ids)
+        elif isinstance(event, Arrived):
+            self._known[f"{event.request}.0"] = len(event.prompt_token_ids)
+        elif isinstance(event, Forked):
+            self._known[event.child] = self._known[event.parent]
+
+    def _schedule(self, seq: str, end: int, tables: SchedulerTables) -> None:
+        known = self._known[seq]
+        if end <= known:
+            return
+        self.num_tokens += end - known
+        num_own = max(num_blocks_for(known, self._block_size), self._num_held.get(seq, 0))
+        lease = tables.leases.get(seq)
+        if lease is not None:
+            self.num_blocks += max(0, len(lease.blocks) - num_own)

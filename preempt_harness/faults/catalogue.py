@@ -33,6 +33,7 @@ KINDS = (
     "texts",
     "pace",
     "branch_state",
+    "coincidences",
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from preempt_harness.faults.fault import Fault, Patch
+from preempt_harness.faults.fault import Fault, Patch, before
 
 _SCHEDULE_TOKENS = "preempt_engine.scheduler:Scheduler._schedule_tokens"
 _STATE = "preempt_engine.worker.state:WorkerState"
@@ -114,5 +114,47 @@ FAULTS = (
             ),
         ),
         needs=_TP | {"chunked_prefill"},
+    ),
+    Fault(
+        name="second-rank-copies-out-a-step-late",
+        mechanism="one rank copies victims' blocks to the host when the next step's have come in",
+        source="mechanism",
+        expected=("TOK", "KVSAN"),
+        patches=(
+            Patch(
+                "preempt_engine.worker.exact_runner:ExactRunner.execute",
+                "self._cache.swap_in(step.swap_in)",
+                "self._cache.swap_in(step.swap_in)\n"
+                "late, self._late = getattr(self, '_late', ()), ()\n"
+                "if late and reached():\n"
+                "    self._cache.swap_out(late)",
+            ),
+            Patch(
+                "preempt_engine.worker.exact_runner:ExactRunner.execute",
+                "self._cache.swap_out(step.swap_out)",
+                "if self.rank:\n"
+                "    self._late = tuple(step.swap_out)\n"
+                "else:\n"
+                "    self._cache.swap_out(step.swap_out)",
+                reached=False,
+            ),
+        ),
+        needs=_TP | {"swap"},
+    ),
+    Fault(
+        name="second-rank-keeps-rejected-drafts-at-a-boundary",
+        mechanism="one rank does not cut rejected drafts off in a step that brings a new block",
+        source="mechanism",
+        expected=("KVSAN", "TOK", "CRASH", "ACC"),
+        patches=(
+            before(
+                "preempt_engine.worker.exact_runner:ExactRunner.execute",
+                "self.state.apply(step)",
+                "for item in step.scheduled:\n"
+                "    if self.rank and item.num_stale_tokens and item.new_block_ids and reached():\n"
+                "        item.num_stale_tokens = 0",
+            ),
+        ),
+        needs=_TP | {"speculation"},
     ),
 )

@@ -145,6 +145,28 @@ def test_outputs_that_return_in_chunks(preempt: PreemptHarness, chunk: int) -> N
 
 
 @PARALLEL
+@pytest.mark.preempt_requires("chunked_prefill", "recompute", "swap", "sampling")
+@pytest.mark.parametrize("n", [2, 3])
+def test_outputs_swapped_out_while_one_computes_for_the_others(
+    preempt: PreemptHarness, n: int
+) -> None:
+    """They come back in chunks, the first computes what all begin with, and all go once more."""
+    block = block_size(preempt)
+    victim = request(preempt, "victim", 4 * block + 1, 3 * block, n=n, **drawn(preempt, 5))
+    result = preempt.run(
+        together(victim, companions(preempt, block, count=1)),
+        plan="preempt:victim@out=2:recompute/preempt:victim@resume=1:swap",
+        block_size=block,
+        max_num_batched_tokens=block + 1,
+        enable_prefix_caching=False,
+    )
+    result.assert_preempted(request="victim", mode="recompute")
+    result.assert_preempted(request="victim", mode="swap")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@PARALLEL
 @pytest.mark.preempt_requires("sampling")
 def test_no_more_sequences_than_may_run(preempt: PreemptHarness) -> None:
     """Every branch counts."""

@@ -47,6 +47,32 @@ def test_nobody_is_evicted_for_one_who_does_not_fit_all_the_same(preempt: Preemp
     result.assert_clean()
 
 
+@pytest.mark.preempt_requires("stepped", "swap")
+@pytest.mark.parametrize("arrival", [3, 4, 5])
+def test_nobody_is_swapped_out_for_one_who_does_not_fit_a_step_later(
+    preempt: PreemptHarness, arrival: int
+) -> None:
+    """A victim's blocks are free when they are copied; by then who stays may have taken one."""
+    block = block_size(preempt)
+    growing = 3 * block - arrival  # before the arrival it has filled its third block
+    workload = together(
+        urgent(request(preempt, "older", growing, 5 * block), 0),
+        urgent(request(preempt, "calm", 2 * block + 1, 5 * block), 9),
+        urgent(request(preempt, "urgent", 5 * block, 2 * block, arrival_step=arrival), 1),
+    )
+    result = preempt.run(
+        workload,
+        8,
+        block_size=block,
+        max_num_batched_tokens=16 * block,
+        scheduling_policy="priority",
+        options={"preemption_mode": "swap"},
+    )
+    result.assert_preempted(mode="swap")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
 def test_equal_priorities_keep_arrival_order(preempt: PreemptHarness) -> None:
     block = block_size(preempt)
     workload = together(

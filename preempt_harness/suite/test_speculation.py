@@ -436,3 +436,29 @@ def test_batch_of_four_with_256_outputs(
     result.assert_matches_baseline()
     result.assert_clean()
     assert_drafted(result, DRAFTED, ACCEPTED, REJECTED)
+
+
+@FORCED
+@MODES
+@pytest.mark.preempt_requires("mixed_steps")
+@pytest.mark.parametrize("at", ["out=1", "out=4"])
+def test_drafts_leave_room_for_who_comes_back(preempt: PreemptHarness, at: str, mode: str) -> None:
+    """Drafts of the others could fill every step; the victim waits for one step and no longer."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    speculative = scripted(preempt, 1.0, 5)
+    require_company(preempt, speculative, 10)
+    workload = together(
+        companions(preempt, block, count=3), request(preempt, "victim", block + 1, 4 * block)
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt:victim@{at}:{mode}",
+        block_size=block,
+        max_num_batched_tokens=10,
+        speculative_config=speculative,
+    )
+    result.assert_preempted(request="victim", mode=mode)
+    result.assert_matches_baseline()
+    result.assert_clean()
+    assert_drafted(result, ACCEPTED)

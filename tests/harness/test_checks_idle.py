@@ -23,6 +23,7 @@ from preempt_harness.record import (
     PriorityChanged,
     Scheduled,
     SwappedOut,
+    TokensDelivered,
 )
 
 replace = msgspec.structs.replace
@@ -93,6 +94,55 @@ def test_who_lacks_a_block_a_place_or_a_token_waits_by_right() -> None:
 def test_blocks_of_the_step_itself_are_not_room() -> None:
     assert waits(2, BlocksAllocated(1, "r0.0", [2], 0)) == []
     assert waits(3, BlocksAllocated(1, "r0.0", [2], 0))
+
+
+def drafts(*more: Event, free: int, end: int, **config: object) -> list[Finding]:
+    """r0 knows seven tokens, fills two blocks and computes up to `end`; r1 waits in step 1."""
+    return judged(
+        "idle room",
+        arrived("r0"),
+        BlocksAllocated(0, "r0.0", [0, 1], 0),
+        Scheduled(0, "r0.0", 0, 6),
+        TokensDelivered(0, "r0.0", [9], None, ""),
+        pool(0, free),
+        arrived("r1"),
+        *more,
+        Scheduled(1, "r0.0", 6, end),
+        pool(1, free),
+        num_speculative_tokens=4,
+        **config,
+    )
+
+
+GRANTED = BlocksAllocated(1, "r0.0", [2], 0)
+
+
+def test_what_drafts_take_is_room() -> None:
+    (found,) = drafts(GRANTED, free=3, end=9)  # r1 takes two blocks, and one for its own drafts
+    assert (found.code, found.step, found.request) == (Code.WORK_DRAFTS, 1, "r1")
+    assert "2 are free and 1 were taken for drafts" in found.message
+    (found,) = drafts(free=3, end=8, max_num_batched_tokens=2)
+    assert found.code == Code.WORK_DRAFTS
+    assert "1 of the 2 tokens computed (of 2)" in found.message
+
+
+def test_drafts_may_have_what_the_next_cannot_use() -> None:
+    assert drafts(GRANTED, free=2, end=9) == []  # it lacks a block without them, too
+    assert drafts(GRANTED, free=3, end=9, max_num_seqs=1) == []
+    assert drafts(free=3, end=8, max_num_batched_tokens=1) == []
+    assert drafts(GRANTED, free=3, end=9, async_scheduling=1) == []
+    come = [arrived("r2"), BlocksAllocated(1, "r1.0", [3, 4], 0), Scheduled(1, "r1.0", 0, 6)]
+    assert drafts(GRANTED, *come, free=5, end=9, max_num_seqs=3) == []  # room is kept for one
+
+
+def test_nobody_is_preempted_for_drafts() -> None:
+    victim = Preempted(1, "r1", "recompute", "decode", "out_of_blocks", 6, 7)
+    (found,) = drafts(victim, GRANTED, free=0, end=9)
+    assert (found.code, found.step, found.request) == (Code.WORK_DRAFTS, 1, "r1")
+    assert "1 blocks are taken for drafts" in found.message
+    assert drafts(victim, free=0, end=8) == []  # drafts in blocks that it has anyway
+    forced = replace(victim, reason="forced")
+    assert drafts(forced, GRANTED, free=0, end=9) == []
 
 
 def test_steps_with_reasons_of_their_own_are_excused() -> None:
