@@ -60,14 +60,12 @@ def test_stop_string_over_a_preemption(preempt: PreemptHarness, length: int, mod
         index
         for index in range(len(text) // 2, len(text) - length)
         if text.find(text[index : index + length]) == index
-        # One token may bring all of a longer one.
-        and (length == 1 or num_tokens[index] < num_tokens[index + length - 1])
     )
     workload = together(
         request(preempt, "victim", prompt, 4 * block, stop=(text[middle : middle + length],)),
         companions(preempt, block),
     )
-    before = num_tokens[middle] - (length == 1)
+    before = _before_its_end(num_tokens, middle, middle + length)
     result = preempt.run(workload, plan=f"preempt:victim@out={before}:{mode}", block_size=block)
     result.assert_preempted(request="victim", mode=mode)
     result.assert_matches_baseline()
@@ -111,7 +109,7 @@ def test_output_is_full_with_text_held_back(preempt: PreemptHarness, mode: str) 
         request(preempt, "victim", prompt, 4 * block, stop=(text[-2:] + "~",)),
         companions(preempt, block),
     )
-    plan = f"preempt:victim@out={num_tokens[-2]}:{mode}"
+    plan = f"preempt:victim@out={_before_its_end(num_tokens, -2, len(num_tokens))}:{mode}"
     result = preempt.run(workload, plan=plan, block_size=block)
     result.assert_preempted(request="victim", mode=mode)
     result.assert_matches_baseline()
@@ -133,7 +131,7 @@ def test_stop_string_beside_min_tokens(preempt: PreemptHarness, earlier: int, mo
         request(preempt, "victim", prompt, 4 * block, stop=(stop,), min_tokens=complete - earlier),
         companions(preempt, block),
     )
-    plan = f"preempt:victim@out={num_tokens[middle]}:{mode}"
+    plan = f"preempt:victim@out={_before_its_end(num_tokens, middle, middle + 2)}:{mode}"
     result = preempt.run(workload, plan=plan, block_size=block)
     result.assert_preempted(request="victim", mode=mode)
     result.assert_matches_baseline()
@@ -159,12 +157,17 @@ def test_several_stop_strings_come_together(preempt: PreemptHarness, order: int,
         request(preempt, "victim", prompt, 4 * block, stop=stops[::order]),
         companions(preempt, block),
     )
-    plan = f"preempt:victim@out={num_tokens[end - 2]}:{mode}"
+    plan = f"preempt:victim@out={_before_its_end(num_tokens, end - 2, end)}:{mode}"
     result = preempt.run(workload, plan=plan, block_size=block)
     result.assert_preempted(request="victim", mode=mode)
     result.assert_matches_baseline()
     result.assert_clean()
     assert_stopped(result, "victim")
+
+
+def _before_its_end(num_tokens: list[int], first: int, end: int) -> int:
+    """Tokens with which characters [first, end) have begun, or, where one brings all, have not."""
+    return min(num_tokens[first], num_tokens[end - 1] - 1)
 
 
 def _text_and_tokens(result: TrialResult) -> tuple[str, list[int]]:
