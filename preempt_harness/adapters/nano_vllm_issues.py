@@ -33,6 +33,7 @@ _TWICE = (
     "test_batches_of_changing_size_in_a_tight_pool",
     "test_a_second_batch_after_a_tight_one[*",
     "test_newcomers_queue_behind_those_who_were_preempted[*",
+    "test_who_comes_back_is_not_the_next_victim[*",
 )
 # A prompt that the pool or a step's budget can never hold waits for ever, until nobody else does.
 _NOTHING_SCHEDULED = (
