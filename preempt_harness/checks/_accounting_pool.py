@@ -6,7 +6,7 @@ from collections import Counter
 
 from preempt_harness.checks.finding import CheckResult, Code, Listing
 from preempt_harness.checks.steady import IdleSteps, SteadySteps
-from preempt_harness.checks.tables import SchedulerTables
+from preempt_harness.checks.tables import TABLE_EVENTS, SchedulerTables, TableEvent
 from preempt_harness.checks.trace import Trace
 from preempt_harness.record import (
     Aborted,
@@ -16,13 +16,10 @@ from preempt_harness.record import (
     BlocksReplaced,
     EngineError,
     Finished,
-    Forked,
     PoolCounts,
     PoolState,
 )
 
-_TABLE_EVENTS = (BlocksAllocated, BlocksFreed, BlocksReplaced, Forked)
-_TableEvent = BlocksAllocated | BlocksFreed | BlocksReplaced | Forked
 _QUEUE_EVENTS = (Arrived, Finished, Aborted)
 
 
@@ -30,7 +27,7 @@ def check_pool_counts(trace: Trace) -> CheckResult:
     """free + cached + used + held + fenced = num_blocks, and used is what the tables name."""
     listing = Listing()
     tables = SchedulerTables() if _sees_tables(trace) else None
-    for event in trace.of(PoolCounts, SteadySteps, IdleSteps, *_TABLE_EVENTS):
+    for event in trace.of(PoolCounts, SteadySteps, IdleSteps, *TABLE_EVENTS):
         if isinstance(event, (SteadySteps, IdleSteps)):
             listing.count("pool counts judged", event.num_steps)
             event = event.pool  # the others are the same, and so are the tables
@@ -38,7 +35,7 @@ def check_pool_counts(trace: Trace) -> CheckResult:
             listing.count("pool counts judged")
         else:
             if tables is not None:
-                _follow(tables, event)
+                tables.follow(event)
             continue
         parts = (event.free, event.cached, event.used, event.held, event.fenced)
         if sum(parts) != event.num_blocks or min(parts) < 0:
@@ -69,7 +66,7 @@ def check_pool_state(trace: Trace) -> CheckResult:
     queues_observed = trace.sees("Arrived", "Finished", "Aborted")
     live: dict[str, None] = {}
     last: PoolState | None = None
-    for event in trace.of(PoolState, *_TABLE_EVENTS, *_QUEUE_EVENTS):
+    for event in trace.of(PoolState, *TABLE_EVENTS, *_QUEUE_EVENTS):
         if isinstance(event, PoolState):
             listing.count("pool states judged")
             last = event
@@ -99,17 +96,6 @@ def _sees_tables(trace: Trace) -> bool:
     return trace.sees("BlocksAllocated", "BlocksFreed")
 
 
-def _follow(tables: SchedulerTables, event: _TableEvent) -> None:
-    if isinstance(event, BlocksAllocated):
-        tables.allocate(event)
-    elif isinstance(event, BlocksFreed):
-        tables.free(event)
-    elif isinstance(event, BlocksReplaced):
-        tables.replace(event)
-    else:
-        tables.fork(event)
-
-
 class _Announced:
     """What announced allocations and frees add up to, in the form of a raw `PoolState`.
 
@@ -129,7 +115,7 @@ class _Announced:
         self.ref_counts = [0] * num_blocks
         self._num_outside = 0  # references to blocks that the pool does not have
 
-    def follow(self, event: _TableEvent) -> None:
+    def follow(self, event: TableEvent) -> None:
         """Take in what was announced."""
         if isinstance(event, BlocksAllocated):
             self.tables.allocate(event)

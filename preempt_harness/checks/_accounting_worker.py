@@ -8,18 +8,15 @@ from dataclasses import dataclass, field
 from preempt_harness.checks.finding import CheckResult, Code, Listing
 from preempt_harness.checks.steady import SteadySteps
 from preempt_harness.checks.tables import (
+    TABLE_EVENTS,
     Lease,
     SchedulerTables,
     first_difference,
 )
 from preempt_harness.checks.trace import ComputedRows, ScheduledRows, Trace, batches
 from preempt_harness.record import (
-    BlocksAllocated,
     BlocksCopied,
-    BlocksFreed,
-    BlocksReplaced,
     Computed,
-    Forked,
     StepDone,
     WorkerCopied,
 )
@@ -126,9 +123,6 @@ def _judge_copies(number: int, rank: int, step: _Step, listing: Listing) -> None
         )
 
 
-_TABLE_EVENTS = (BlocksAllocated, BlocksFreed, BlocksReplaced, Forked)
-
-
 def check_worker_tables(trace: Trace) -> CheckResult:
     """The table a worker reads through is the scheduler's, entry by entry, as far as it is used.
 
@@ -138,7 +132,7 @@ def check_worker_tables(trace: Trace) -> CheckResult:
     tables = SchedulerTables()
     workers: dict[int, dict[str, _WorkerTable]] = {}
     size = trace.header.block_size
-    for event in trace.of(SteadySteps, ComputedRows, ScheduledRows, *_TABLE_EVENTS):
+    for event in trace.of(SteadySteps, ComputedRows, ScheduledRows, *TABLE_EVENTS):
         if isinstance(event, SteadySteps):
             if not _agree(event, workers.setdefault(0, {}), tables, size, listing):
                 for batch in batches(event.events):
@@ -151,14 +145,8 @@ def check_worker_tables(trace: Trace) -> CheckResult:
             _judge_tables(event, workers_of_rank, tables, size, listing)
         elif isinstance(event, ScheduledRows):
             tables.schedule(event)
-        elif isinstance(event, BlocksAllocated):
-            tables.allocate(event)
-        elif isinstance(event, BlocksFreed):
-            tables.free(event)
-        elif isinstance(event, BlocksReplaced):
-            tables.replace(event)
         else:
-            tables.fork(event)
+            tables.follow(event)
     return listing.result("accounting", "worker tables")
 
 

@@ -14,15 +14,12 @@ from collections.abc import Sequence
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.progress import steps_ahead
 from preempt_harness.checks.steady import SteadySteps
-from preempt_harness.checks.tables import Lease, SchedulerTables
+from preempt_harness.checks.tables import TABLE_EVENTS, Lease, SchedulerTables, TableEvent
 from preempt_harness.checks.trace import DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
     Arrived,
     BlocksAllocated,
-    BlocksFreed,
-    BlocksReplaced,
     CacheReset,
-    Forked,
     Header,
     Preempted,
 )
@@ -31,12 +28,9 @@ _KINDS = (
     SteadySteps,
     ScheduledRows,
     DeliveredRows,
+    *TABLE_EVENTS,
     Arrived,
-    BlocksAllocated,
-    BlocksFreed,
-    BlocksReplaced,
     CacheReset,
-    Forked,
     Preempted,
 )
 
@@ -98,12 +92,8 @@ class _Hits:
             self._known[f"{event.request}.0"] = list(event.prompt_token_ids)
         elif isinstance(event, BlocksAllocated):
             self._allocate(event)
-        elif isinstance(event, BlocksFreed):
-            self._tables.free(event)
-        elif isinstance(event, BlocksReplaced):
-            self._tables.replace(event)
-        elif isinstance(event, Forked):
-            self._tables.fork(event)
+        elif isinstance(event, TableEvent):
+            self._tables.follow(event)
         elif isinstance(event, CacheReset):
             self._content.clear()
             self._not_offered = list(self._tables.leases.values())

@@ -31,14 +31,13 @@ from preempt_harness.checks.drafts import has_drafts
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.progress import steps_ahead
 from preempt_harness.checks.steady import IdleSteps, SteadySteps
-from preempt_harness.checks.tables import SchedulerTables, num_blocks_for
+from preempt_harness.checks.tables import TABLE_EVENTS, SchedulerTables, TableEvent, num_blocks_for
 from preempt_harness.checks.trace import DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
     Aborted,
     Arrived,
     BlocksAllocated,
     BlocksFreed,
-    BlocksReplaced,
     EngineError,
     Finished,
     Forked,
@@ -63,11 +62,8 @@ def check_idle(trace: Trace) -> CheckResult:
         SteadySteps,
         IdleSteps,
         Arrived,
-        BlocksAllocated,
-        BlocksFreed,
-        BlocksReplaced,
+        *TABLE_EVENTS,
         EngineError,
-        Forked,
         Preempted,
         PriorityChanged,
         PlanApplied,
@@ -127,7 +123,7 @@ class _Idle:
             self._end_step(event.step, event)
         elif isinstance(event, SteadySteps | IdleSteps):
             self._take_several(event)
-        elif isinstance(event, BlocksAllocated | BlocksFreed | BlocksReplaced | Forked):
+        elif isinstance(event, TableEvent):
             self._take_blocks(event)
         elif isinstance(event, Arrived):
             self._precedence[event.request] = event.priority, self._num_arrived
@@ -156,9 +152,9 @@ class _Idle:
         else:  # an action of the plan, or an error
             self._is_excused = self._is_disturbed = True
 
-    def _take_blocks(self, event: BlocksAllocated | BlocksFreed | BlocksReplaced | Forked) -> None:
+    def _take_blocks(self, event: TableEvent) -> None:
+        self._tables.follow(event)
         if isinstance(event, BlocksAllocated):
-            self._tables.allocate(event)
             self._num_taken += len(event.blocks)
             request = request_of(event.seq)
             if self._waiting.pop(request, None) is not None:
@@ -167,16 +163,11 @@ class _Idle:
             self._victims.discard(request)
             self._swapped.discard(request)
         elif isinstance(event, BlocksFreed):
-            self._tables.free(event)
             request = request_of(event.seq)
             if request in self._victims and not self._victims & self._swapped:
                 self._num_given_up += sum(block not in self._tables.refs for block in event.blocks)
             if event.seq not in self._tables.leases and request not in self._victims:
                 self._ended_now[request] += 1
-        elif isinstance(event, BlocksReplaced):
-            self._tables.replace(event)
-        else:
-            self._tables.fork(event)
 
     def _take_several(self, event: SteadySteps | IdleSteps) -> None:
         """Nobody comes or goes in them, so the first two stand for all."""

@@ -18,15 +18,11 @@ from preempt_harness.checks._work_idle import admits_when_it_can
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.progress import mixes_steps
 from preempt_harness.checks.steady import IdleSteps, SteadySteps
-from preempt_harness.checks.tables import SchedulerTables
+from preempt_harness.checks.tables import TABLE_EVENTS, SchedulerTables, TableEvent
 from preempt_harness.checks.trace import DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
     Arrived,
-    BlocksAllocated,
-    BlocksFreed,
-    BlocksReplaced,
     EngineError,
-    Forked,
     Header,
     PlanApplied,
     PoolCounts,
@@ -45,13 +41,10 @@ def check_standstill(trace: Trace) -> CheckResult:
     for event in trace.of(
         SteadySteps,
         IdleSteps,
+        *TABLE_EVENTS,
         Arrived,
-        BlocksAllocated,
-        BlocksFreed,
-        BlocksReplaced,
         DeliveredRows,
         EngineError,
-        Forked,
         PlanApplied,
         PoolCounts,
         Preempted,
@@ -95,14 +88,8 @@ class _Standstill:
             self._end_step(event.step, event.pool)
         elif isinstance(event, Arrived):
             self._known[f"{event.request}.0"] = len(event.prompt_token_ids)
-        elif isinstance(event, BlocksAllocated):
-            self._tables.allocate(event)
-        elif isinstance(event, BlocksFreed):
-            self._tables.free(event)
-        elif isinstance(event, BlocksReplaced):
-            self._tables.replace(event)
-        elif isinstance(event, Forked):
-            self._tables.fork(event)
+        elif isinstance(event, TableEvent):
+            self._tables.follow(event)
         else:  # a preemption, an action of the plan, or an error
             self._is_excused = True
 

@@ -11,15 +11,11 @@ from __future__ import annotations
 
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.progress import steps_ahead
-from preempt_harness.checks.tables import SchedulerTables
+from preempt_harness.checks.tables import TABLE_EVENTS, SchedulerTables, TableEvent
 from preempt_harness.checks.trace import Trace
 from preempt_harness.record import (
     Aborted,
-    BlocksAllocated,
-    BlocksFreed,
-    BlocksReplaced,
     Finished,
-    Forked,
     Header,
     Preempted,
     SwappedIn,
@@ -27,10 +23,7 @@ from preempt_harness.record import (
 )
 
 _EVENTS = (
-    BlocksAllocated,
-    BlocksFreed,
-    BlocksReplaced,
-    Forked,
+    *TABLE_EVENTS,
     Preempted,
     SwappedOut,
     SwappedIn,
@@ -58,14 +51,8 @@ def check_swaps(trace: Trace) -> CheckResult:
     host: dict[str, int] = {}  # request -> host blocks that it has
     left: list[tuple[int, int]] = []  # (step, host blocks): free when the step is done
     for event in trace.of(*_EVENTS):
-        if isinstance(event, BlocksAllocated):
-            tables.allocate(event)
-        elif isinstance(event, BlocksFreed):
-            tables.free(event)
-        elif isinstance(event, BlocksReplaced):
-            tables.replace(event)
-        elif isinstance(event, Forked):
-            tables.fork(event)
+        if isinstance(event, TableEvent):
+            tables.follow(event)
         elif isinstance(event, SwappedOut):
             host[event.request] = len(event.pairs)
         else:

@@ -15,6 +15,11 @@ from dataclasses import dataclass, field
 from preempt_harness.checks.trace import ScheduledRows
 from preempt_harness.record import BlocksAllocated, BlocksFreed, BlocksReplaced, Forked
 
+TableEvent = BlocksAllocated | BlocksFreed | BlocksReplaced | Forked
+
+TABLE_EVENTS = (BlocksAllocated, BlocksFreed, BlocksReplaced, Forked)
+"""What changes block tables by the scheduler's account."""
+
 SHARED = -1
 """In `Lease.born`: the sequence did not get the block fresh, it shares somebody's content."""
 
@@ -56,6 +61,17 @@ class SchedulerTables:
         self.num_references = 0
         self._scheduled: dict[int, list[tuple[Sequence[str], dict[str, Lease]]]] = {}
         self._granted: dict[int, int] = {}  # block -> step, when it was last handed out as fresh
+
+    def follow(self, event: TableEvent) -> None:
+        """Take in any of `TABLE_EVENTS`, where nothing needs to be known of it."""
+        if isinstance(event, BlocksAllocated):
+            self.allocate(event)
+        elif isinstance(event, BlocksFreed):
+            self.free(event)
+        elif isinstance(event, BlocksReplaced):
+            self.replace(event)
+        else:
+            self.fork(event)
 
     def allocate(self, event: BlocksAllocated, tick: int = 0) -> list[int]:
         """Append blocks to a table.

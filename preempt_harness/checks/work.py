@@ -271,12 +271,8 @@ def check_vain(trace: Trace) -> CheckResult:
             taking.victims[event.request] = branches > 1 or wanted > room
             if event.reason == "priority":
                 taking.displaced.add(event.request)
-        elif isinstance(event, BlocksFreed):
-            tables.free(event)
-        elif isinstance(event, BlocksReplaced):
-            tables.replace(event)
-        elif isinstance(event, Forked):
-            tables.fork(event)
+        elif isinstance(event, BlocksFreed | BlocksReplaced | Forked):
+            tables.follow(event)
     for step, taking in steps.items():
         nobody_gains = not taking.takers - taking.victims.keys()
         nobody_comes = not taking.admitted - taking.victims.keys()
