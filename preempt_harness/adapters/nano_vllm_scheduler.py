@@ -42,6 +42,7 @@ class NanoVllmSchedulerAdapter(ExactModelAdapter):
             protocol.RECOMPUTE,
             protocol.PREFIX_CACHING,
             protocol.TENSOR_PARALLEL,
+            protocol.INLINE_RANKS,  # always
             protocol.EOS,
         }
         if chunks_prompts():

@@ -48,6 +48,7 @@ MAX_MODEL_LEN = "max_model_len"
 STATE_CHECK = "state_check"  # option debug_worker_state: workers compare with the scheduler
 POISON = "poison"
 TENSOR_PARALLEL = "tensor_parallel"
+INLINE_RANKS = "inline_ranks"  # option worker_processes=False: the exact model's start at once
 PRIORITY = "priority"  # `scheduling_policy`
 SET_PRIORITY = "set_priority"  # of an unfinished request
 PARALLEL_SAMPLING = "parallel_sampling"  # several outputs of one prompt: `n`
@@ -94,6 +95,7 @@ CAPABILITIES = frozenset(
         MAX_MODEL_LEN,
         STATE_CHECK,
         TENSOR_PARALLEL,
+        INLINE_RANKS,
         PRIORITY,
         SET_PRIORITY,
         PARALLEL_SAMPLING,
