@@ -177,3 +177,20 @@ def test_who_has_become_the_least_urgent_is_the_next_victim(
     result.assert_preempted(request="r0")
     result.assert_matches_baseline()
     result.assert_clean()
+
+
+@pytest.mark.preempt_requires("parallel_sampling", "stepped")
+@pytest.mark.parametrize("outputs", [1, 2, 3])
+def test_no_more_victims_than_places_are_wanted(preempt: PreemptHarness, outputs: int) -> None:
+    """There are blocks for all; every output takes a place, and a victim gives up all of its."""
+    block = block_size(preempt)
+    workload = together(
+        [urgent(request(preempt, f"r{i}", 2 * block, 6 * block, n=2), 5 + i) for i in range(3)],
+        urgent(request(preempt, "urgent", block, 2 * block, n=outputs, arrival_step=4), 0),
+    )
+    result = preempt.run(
+        workload, 64, block_size=block, scheduling_policy="priority", max_num_seqs=6
+    )
+    result.assert_preempted(request="r2")
+    result.assert_matches_baseline()
+    result.assert_clean()
