@@ -254,6 +254,61 @@ def test_several_requests_of_several_outputs_in_a_small_pool(
     result.assert_clean()
 
 
+@PARALLEL
+@MODES
+@pytest.mark.preempt_requires("abort", "sampling", "stop_tokens", "min_tokens")
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting", "running"])
+def test_aborted_when_some_outputs_have_ended(
+    preempt: PreemptHarness, waits: bool, mode: str
+) -> None:
+    """Those keep their ends; the others are aborted."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    stops = tuple(range(4, max(6, preempt.vocab_size // 8)))
+    victim = request(
+        preempt,
+        "victim",
+        2 * block + 1,
+        12 * block,
+        n=4,
+        **drawn(preempt, 5),
+        stop_token_ids=stops,
+        min_tokens=2,
+    )
+    plan = f"preempt:victim@step=2:{mode}/squeeze:all@{3 * block}..{4 * block}"
+    if waits:
+        plan += f"/preempt:victim@step={3 * block}:{mode}"
+    result = preempt.run(
+        together(victim, companions(preempt, block, count=1)),
+        plan=f"{plan}/abort:victim@step={3 * block + 1}",
+        block_size=block,
+    )
+    result.assert_preempted(request="victim", mode=mode)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@PARALLEL
+@pytest.mark.preempt_requires("sampling")
+@OFFSETS
+@pytest.mark.parametrize("num_blocks", range(9, 14))
+def test_outputs_share_a_prompt_in_every_small_pool(
+    preempt: PreemptHarness, num_blocks: int, offset: int
+) -> None:
+    """What an output writes next may be shared, its own, or a block that it has yet to get."""
+    block = block_size(preempt)
+    workload = together(
+        [
+            request(preempt, f"r{i}", 2 * block + offset, 2 * block, n=2, **drawn(preempt, i))
+            for i in range(3)
+        ]
+    )
+    result = preempt.run(workload, num_blocks, block_size=block)
+    result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
 @BEAMS
 @MODES
 @OFFSETS
@@ -292,5 +347,29 @@ def test_beams_in_a_small_pool(preempt: PreemptHarness, mode: str) -> None:
         options=options(preempt, preemption_mode=mode),
     )
     result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@BEAMS
+@MODES
+@pytest.mark.preempt_requires("abort")
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting", "running"])
+def test_aborted_beams(preempt: PreemptHarness, waits: bool, mode: str) -> None:
+    """Nothing of the search stays behind."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    plan = f"preempt:victim@step={block}:{mode}/squeeze:all@{2 * block}..{3 * block}"
+    if waits:
+        plan += f"/preempt:victim@step={2 * block}:{mode}"
+    result = preempt.run(
+        together(
+            request(preempt, "victim", 2 * block + 1, 6 * block, beam=BeamSpec(num_beams=3)),
+            companions(preempt, block),
+        ),
+        plan=f"{plan}/abort:victim@step={2 * block + 1}",
+        block_size=block,
+    )
+    result.assert_preempted(request="victim", mode=mode)
     result.assert_matches_baseline()
     result.assert_clean()

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from preempt_harness.harness import PreemptHarness
-from preempt_harness.suite.shapes import block_size, request, together
+from preempt_harness.suite.shapes import block_size, request, require_mode, together
 from preempt_harness.workload import Operation, RequestSpec, Workload
 
 pytestmark = pytest.mark.preempt_requires("priority")
@@ -192,5 +192,35 @@ def test_no_more_victims_than_places_are_wanted(preempt: PreemptHarness, outputs
         workload, 64, block_size=block, scheduling_policy="priority", max_num_seqs=6
     )
     result.assert_preempted(request="r2")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("set_priority", "preempt", "stepped")
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("priority", [0, 9], ids=["up", "down"])
+def test_a_victim_gets_another_priority_while_it_waits(
+    preempt: PreemptHarness, priority: int, mode: str
+) -> None:
+    """Two victims wait; the order of their return is that of their priorities by then."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    requests = [
+        urgent(request(preempt, f"r{i}", 2 * block + i, 4 * block), priority=3 + i)
+        for i in range(3)
+    ]
+    changed = "r2" if priority == 0 else "r1"
+    workload = Workload(
+        requests=requests,
+        operations=[Operation(kind="set_priority", step=6, request=changed, priority=priority)],
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt:r1@step=4:{mode}/preempt:r2@step=4:{mode}/squeeze:all@4..8",
+        block_size=block,
+        scheduling_policy="priority",
+    )
+    result.assert_preempted(request="r1", mode=mode)
+    result.assert_preempted(request="r2", mode=mode)
     result.assert_matches_baseline()
     result.assert_clean()
