@@ -289,22 +289,28 @@ def test_aborted_when_some_outputs_have_ended(
 
 
 @PARALLEL
-@pytest.mark.preempt_requires("sampling")
-@OFFSETS
-@pytest.mark.parametrize("num_blocks", range(9, 14))
-def test_outputs_share_a_prompt_in_every_small_pool(
-    preempt: PreemptHarness, num_blocks: int, offset: int
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(
+    ("budget", "offset"),
+    [(budget, offset) for budget in ("tight", "roomy") for offset in (-1, 0, 1)]
+    + [("minimal", -1), ("minimal", 0)],
+)
+def test_outputs_share_a_prompt_in_a_pool_that_was_solved_for(
+    preempt: PreemptHarness, budget: str, offset: int, n: int
 ) -> None:
-    """What an output writes next may be shared, its own, or a block that it has yet to get."""
+    """What an output writes next may be shared, its own, or a block that it has yet to get; in the
+    roomy pool there is not one more than all of them need."""
     block = block_size(preempt)
     workload = together(
         [
-            request(preempt, f"r{i}", 2 * block + offset, 2 * block, n=2, **drawn(preempt, i))
+            request(preempt, f"r{i}", 2 * block + offset, block, n=n, **drawn(preempt, i))
             for i in range(3)
         ]
     )
-    result = preempt.run(workload, num_blocks, block_size=block)
-    result.assert_preempted()
+    scarce = budget != "roomy"
+    result = preempt.run(workload, budget, block_size=block, expect_preemption=scarce)
+    if scarce:
+        result.assert_preempted()
     result.assert_matches_baseline()
     result.assert_clean()
 
