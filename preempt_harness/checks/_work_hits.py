@@ -80,11 +80,12 @@ class _Hits:
     def take(self, event: object) -> None:
         """Take in the next event."""
         if isinstance(event, ScheduledRows):
-            self._compute(event.seqs, event.starts, event.ends, event.step)
+            lengths = [end - start for start, end in zip(event.starts, event.ends, strict=True)]
+            self._compute(event, lengths)
         elif isinstance(event, SteadySteps):
             for seq, token_ids in zip(event.delivered_seqs, event.delivered_ids(), strict=True):
                 self._known[seq] += token_ids
-            self._compute(event.seqs, event.starts, event.ends, event.last_step)
+            self._compute(event, event.lengths)
         elif isinstance(event, DeliveredRows):
             for seq, ids in zip(event.seqs, event.token_ids, strict=True):
                 self._known[seq] += ids
@@ -142,19 +143,17 @@ class _Hits:
         found, since = self._content.get(block, (None, 0))
         return found == value and since + self._least_age <= step and block in self._tables.refs
 
-    def _compute(
-        self, seqs: Sequence[str], starts: Sequence[int], ends: Sequence[int], step: int
-    ) -> None:
-        """Blocks that the rows fill have their content from this step on."""
-        for seq, start, end in zip(seqs, starts, ends, strict=True):
+    def _compute(self, rows: ScheduledRows | SteadySteps, lengths: Sequence[int]) -> None:
+        """Blocks that the rows fill, so many tokens a step, have their content from then on."""
+        for seq, start, end, length in zip(rows.seqs, rows.starts, rows.ends, lengths, strict=True):
             first, stop = start // self._size, end // self._size
             lease = self._tables.leases.get(seq)
             if first == stop or lease is None or lease in self._not_offered:
                 continue
             chain = self._chain(seq)
             for index in range(first, min(stop, len(chain), len(lease.blocks))):
-                block = lease.blocks[index]
-                self._content[block] = (chain[index], step)
+                block, last = lease.blocks[index], (index + 1) * self._size - 1
+                self._content[block] = (chain[index], rows.step + (last - start) // length)
                 self._places[chain[index]].add(block)
 
     def _chain(self, seq: str) -> list[int]:
