@@ -34,6 +34,7 @@ KINDS = (
     "pace",
     "branch_state",
     "coincidences",
+    "round_six",
 )
 
 
