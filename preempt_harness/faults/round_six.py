@@ -560,4 +560,101 @@ FAULTS = (
             ),
         ),
     ),
+    # Pace and coincidences ----------------------------------------------------------------------
+    Fault(
+        name="admission-pauses-after-preemption",
+        mechanism="After a preemption nobody is let in for two steps, against thrashing, even "
+        "where there is room again and nobody else.",
+        source="mechanism",
+        expected=("WORK", "PROG", "CRASH"),
+        patches=(
+            after(
+                f"{_SCHEDULER}.__init__",
+                "self.controller = controller",
+                "self._num_pauses = 0",
+                reached=False,
+            ),
+            after(
+                f"{_SCHEDULER}._make_room",
+                'self._preempt(step, victim, "out_of_blocks")',
+                "self._num_pauses = 2",
+                reached=False,
+            ),
+            Patch(
+                f"{_SCHEDULER}._schedule_waiting",
+                "num_seqs = sum(request.num_seqs for request in self.running)",
+                "if self._num_pauses and self.running and reached():\n"
+                "    self._num_pauses -= 1\n"
+                "    return\n"
+                "num_seqs = sum(request.num_seqs for request in self.running)",
+            ),
+        ),
+    ),
+    Fault(
+        name="room-for-one-step-ahead",
+        mechanism="Drafts leave room behind them for one step that is decided already, not for "
+        "as many as there may be.",
+        source="mechanism",
+        expected=("CRASH", "KVSAN"),
+        patches=(
+            Patch(
+                f"{_ASYNC}._add_drafts",
+                "ahead = item.end + self.config.async_scheduling",
+                "ahead = item.end + 1  # the token that follows is decided",
+            ),
+        ),
+    ),
+    Fault(
+        name="budget-kept-for-a-head-that-cannot-come",
+        mechanism="Drafts leave the head of the queue its tokens of the budget even when there "
+        "are no blocks for it.",
+        source="mechanism",
+        expected=("WORK",),
+        patches=(
+            Patch(
+                "preempt_engine.spec_decode.allowance:cut_drafts",
+                "if head is not None and head.num_blocks <= num_spare:\n"
+                "    budget -= head.num_tokens\n"
+                "    num_spare -= head.num_blocks",
+                "if head is not None:\n"
+                "    budget -= head.num_tokens\n"
+                "    if head.num_blocks <= num_spare:\n"
+                "        num_spare -= head.num_blocks",
+            ),
+        ),
+    ),
+    Fault(
+        name="budget-split-with-followers",
+        mechanism="The branches of a request get equal shares of the token budget, those that "
+        "wait for another's blocks included: it comes back at a fraction of the pace.",
+        source="mechanism",
+        expected=("WORK",),
+        patches=(
+            Patch(
+                f"{_SCHEDULER}._next_tokens",
+                "work = []",
+                "work = []\nshare = max(1, budget // len(request.sequences))",
+                reached=False,
+            ),
+            Patch(
+                f"{_SCHEDULER}._next_tokens",
+                "end = min(num_tokens, start + budget)",
+                "end = min(num_tokens, start + min(budget, share))",
+            ),
+        ),
+    ),
+    Fault(
+        name="victim-freed-while-its-neighbour-is-copied",
+        mechanism="A victim that is recomputed gives its blocks up at once, in a step that still "
+        "copies what another victim shared with it.",
+        source="mechanism",
+        expected=("KVSAN", "TOK"),
+        patches=(
+            Patch(
+                f"{_RESIDENCY}.preempt",
+                "fence = step.step_id if step.swap_out else self.step_in_flight",
+                "fence = self.step_in_flight",
+            ),
+        ),
+    ),
 )
