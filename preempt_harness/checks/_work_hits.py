@@ -4,11 +4,11 @@ A cache that finds too little changes no output. What it must find at least is j
 can differ: the block is full, in the table of a request that runs, computed some steps ago, of
 content that never stood in another block, and a token is left to be computed.
 
-Whether an engine finds blocks that nobody holds any more is its own business, unless it promises
-that (`keeps_freed_blocks`). Then a block that was given up some steps after it was filled is found
-until it is handed out again, and none is handed out while another is kept that is found through it
-alone: ends of prefixes go before their beginnings. Where blocks were withheld that is not judged,
-since nothing tells which they were.
+Whether an engine finds what came back from the host, and blocks that nobody holds any more, is its
+own business, unless it promises that (`keeps_freed_blocks`). Then a block that was given up some
+steps after it was filled is found until it is handed out again, and none is handed out while
+another is kept that is found through it alone: ends of prefixes go before their beginnings. Where
+blocks were withheld that is not judged, since nothing tells which they were.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from preempt_harness.record import (
 
 KEEPS_FREED_BLOCKS = "keeps_freed_blocks"
 """The capability, as a record's header lists it."""
+
+_NOT_OFFERED = -1  # in place of a number of resets
 
 _KINDS = (
     SteadySteps,
@@ -80,18 +82,21 @@ class _Hits:
             for name, spec in trace.specs.items()
             if spec.sampling.num_sequences == 1 and spec.sampling.prompt_logprobs is None
         }
-        self._keeps = KEEPS_FREED_BLOCKS in trace.header.capabilities and not _withholds(trace)
+        self._promises = KEEPS_FREED_BLOCKS in trace.header.capabilities
+        self._keeps = self._promises and not _withholds(trace)
         self._tables = SchedulerTables()
         self._known: defaultdict[str, list[int]] = defaultdict(list)
         self._chains: defaultdict[str, list[int]] = defaultdict(list)  # of full blocks of known
         self._content: dict[int, tuple[int, int]] = {}  # block -> (chain value, step)
-        self._places: defaultdict[int, set[int]] = defaultdict(set)  # value -> blocks, ever
+        # Value -> blocks that got it, since the last time that none had it.
+        self._places: defaultdict[int, set[int]] = defaultdict(set)
         self._kept: set[int] = set()  # blocks with content that nobody holds
         self._built_on: defaultdict[int, set[int]] = defaultdict(set)  # value -> those that follow
         self._swapped: set[str] = set()
-        # What goes on from content of before a reset may not be offered, and where that came back
-        # from the host, nobody knows its age.
-        self._not_offered: set[str] = set()  # sequences
+        self._returned: set[str] = set()  # sequences, which compute nothing since
+        # What goes on from content of before a reset may not be offered.
+        self._num_resets = 0
+        self._begun: dict[str, int] = {}  # sequence -> resets before its content was begun
 
     def take(self, event: object) -> None:
         """Take in the next event."""
@@ -117,12 +122,12 @@ class _Hits:
             if isinstance(event, Forked):
                 self._known[event.child] = list(self._known[event.parent])
                 self._chains[event.child] = list(self._chains[event.parent])
-                if event.parent in self._not_offered:
-                    self._not_offered.add(event.child)
+                self._begun[event.child] = self._begun.get(event.parent, 0)
         elif isinstance(event, CacheReset):
             self._content.clear()
+            self._places.clear()
             self._kept.clear()
-            self._not_offered = set(self._tables.leases)
+            self._num_resets += 1
         elif isinstance(event, Preempted):
             if event.mode == "swap":
                 self._swapped.add(event.request)
@@ -136,13 +141,16 @@ class _Hits:
             self._judge(event)
         self._tables.allocate(event)
         if begins and comes_back:
-            self._not_offered.add(event.seq)
+            self._returned.add(event.seq)
+            if not self._promises:
+                self._begun[event.seq] = _NOT_OFFERED
         elif begins:
-            self._not_offered.discard(event.seq)
+            self._returned.discard(event.seq)
+            self._begun[event.seq] = self._num_resets
         for block in event.blocks[event.num_cached :]:
             if block in self._kept:
                 self._judge_eviction(event, block)
-            self._content.pop(block, None)
+            self._forget(block)
         self._kept.difference_update(event.blocks)
 
     def _free(self, event: BlocksFreed) -> None:
@@ -154,6 +162,15 @@ class _Hits:
                 _, since = self._content[block]
                 if since + self._least_age <= event.step:  # else it may not have been offered
                     self._kept.add(block)
+
+    def _forget(self, block: int) -> None:
+        """The block is handed out; when no other has its content, it may come to stand anywhere."""
+        value, _ = self._content.pop(block, (None, 0))
+        if value is None:
+            return
+        places = self._places[value]
+        if not any(self._content.get(other, (None, 0))[0] == value for other in places):
+            places.clear()
 
     def _judge(self, event: BlocksAllocated) -> None:
         self.listing.count("admissions judged")
@@ -215,8 +232,11 @@ class _Hits:
         """Blocks that the rows fill have their content from this step on."""
         for seq, start, end in zip(seqs, starts, ends, strict=True):
             first, stop = start // self._size, end // self._size
+            if seq in self._returned:  # what it brought back is offered with what it computes
+                self._returned.discard(seq)
+                first = 0
             lease = self._tables.leases.get(seq)
-            if first == stop or lease is None or seq in self._not_offered:
+            if first == stop or lease is None or self._begun.get(seq) != self._num_resets:
                 continue
             chain = self._chain(seq)
             for index in range(first, min(stop, len(chain), len(lease.blocks))):
