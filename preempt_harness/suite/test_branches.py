@@ -254,6 +254,30 @@ def test_several_requests_of_several_outputs_in_a_small_pool(
     result.assert_clean()
 
 
+@pytest.mark.preempt_requires("parallel_sampling", "prefix_caching", "stepped")
+@pytest.mark.parametrize("spare", [0, 1])
+def test_outputs_that_need_more_than_sharers_can_give_up(
+    preempt: PreemptHarness, spare: int
+) -> None:
+    """Both outputs reach a boundary; the one who came last has little but what they share."""
+    block = block_size(preempt)
+    text = preempt.prompts.take(2 * block)
+    workload = together(
+        request(preempt, "elder", 1, 3 * block),
+        request(preempt, "needy", text, 2 * block, n=2, **drawn(preempt, 3)),
+        request(preempt, "sharer", [*text, text[0]], 2 * block, arrival_step=block - 2),
+    )
+    result = preempt.run(
+        workload,
+        7 + spare,
+        block_size=block,
+        enable_prefix_caching=True,
+        expect_preemption=False,
+    )
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
 @BEAMS
 @MODES
 @OFFSETS
