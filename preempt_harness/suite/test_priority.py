@@ -196,7 +196,7 @@ def test_equals_do_not_evict_each_other(preempt: PreemptHarness) -> None:
     result = preempt.run(
         workload,
         13,
-        plan="preempt:r0@out=2/squeeze:4@2..8",
+        plan="preempt:r0@out=2/squeeze:4@3..8",
         block_size=block,
         scheduling_policy="priority",
     )
