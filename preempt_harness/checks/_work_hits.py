@@ -57,6 +57,26 @@ def shares_blocks(header: Header) -> bool:
     )
 
 
+def certain_hits(trace: Trace, admissions: Sequence[tuple[int, str]]) -> list[int]:
+    """How many blocks requests are certain to share with running ones, were they let in.
+
+    Args:
+        trace: of a record that `shares_blocks`.
+        admissions: (step, request), by step.
+
+    Returns:
+        Blocks for each; 0 for requests of which nothing is certain.
+    """
+    hits = _Hits(trace, keeps=False)
+    found: list[int] = []
+    for event in trace.of(*_KINDS):
+        while len(found) < len(admissions) and admissions[len(found)][0] <= event.step:
+            step, request = admissions[len(found)]
+            found.append(hits.num_certain(f"{request}.0", step))
+        hits.take(event)
+    return found + [0] * (len(admissions) - len(found))
+
+
 def check_hits(trace: Trace) -> CheckResult:
     """Who is admitted shares the blocks in which a running request has its first tokens."""
     judge = _Hits(trace)
@@ -70,9 +90,10 @@ class _Hits:
 
     Args:
         trace: of a record with prefix caching.
+        keeps: what nobody holds counts, too, where the engine promises to keep it.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, *, keeps: bool = True) -> None:
         self.listing = Listing()
         self._size = trace.header.block_size
         self._least_age = 2 + 2 * steps_ahead(trace.header)  # steps
@@ -83,7 +104,7 @@ class _Hits:
             if spec.sampling.num_sequences == 1 and spec.sampling.prompt_logprobs is None
         }
         self._promises = KEEPS_FREED_BLOCKS in trace.header.capabilities
-        self._keeps = self._promises and not _withholds(trace)
+        self._keeps = keeps and self._promises and not _withholds(trace)
         self._tables = SchedulerTables()
         self._known: defaultdict[str, list[int]] = defaultdict(list)
         self._chains: defaultdict[str, list[int]] = defaultdict(list)  # of full blocks of known
@@ -174,12 +195,7 @@ class _Hits:
 
     def _judge(self, event: BlocksAllocated) -> None:
         self.listing.count("admissions judged")
-        num_certain = 0
-        most = (len(self._known[event.seq]) - 1) // self._size  # one token is computed at least
-        for value in self._chain(event.seq)[:most]:
-            if not self._is_held(value, event.step):
-                break
-            num_certain += 1
+        num_certain = self.num_certain(event.seq, event.step)
         if event.num_cached < num_certain:
             where = "running requests or the cache" if self._keeps else "running requests"
             self.listing.report(
@@ -190,6 +206,16 @@ class _Hits:
                 once=event.seq,
                 seq=event.seq,
             )
+
+    def num_certain(self, seq: str, step: int) -> int:
+        """How many blocks the sequence is certain to share when it is let in."""
+        if seq not in self._judged:
+            return 0
+        most = (len(self._known[seq]) - 1) // self._size  # one token is computed at least
+        for index, value in enumerate(self._chain(seq)[:most]):
+            if not self._is_held(value, step):
+                return index
+        return max(0, min(most, len(self._chain(seq))))
 
     def _judge_eviction(self, event: BlocksAllocated, block: int) -> None:
         """Whether a block that is handed out takes others with it, which are kept."""

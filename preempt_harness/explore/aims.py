@@ -136,7 +136,9 @@ AIMS = {
         ),
     ),
     "begun alike": Aim(
-        apply=begun_alike, needed=frozenset({protocol.STEPPED, protocol.PREFIX_CACHING})
+        apply=begun_alike,
+        needed=frozenset({protocol.STEPPED, protocol.PREFIX_CACHING}),
+        weight=4,
     ),
 }
 """By name."""

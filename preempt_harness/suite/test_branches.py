@@ -93,6 +93,24 @@ def test_a_chunk_ends_beside_what_branches_share(preempt: PreemptHarness, offset
 
 @PARALLEL
 @MODES
+@OFFSETS
+def test_outputs_that_are_all_the_same(preempt: PreemptHarness, offset: int, mode: str) -> None:
+    """Nothing is drawn: even the last block, of which each wants its next token, has equals."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "victim", 2 * block + 1, 3 * block, n=3),
+        companions(preempt, block, count=1),
+    )
+    step = 2 * block - 1 + offset
+    result = preempt.run(workload, plan=f"preempt:victim@step={step}:{mode}", block_size=block)
+    result.assert_preempted(request="victim", mode=mode)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@PARALLEL
+@MODES
 @pytest.mark.preempt_requires("sampling", "stop_tokens")
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_others_take_the_places_of_branches_that_ended(

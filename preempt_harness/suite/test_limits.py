@@ -37,6 +37,20 @@ def test_who_is_alone_may_use_the_watermark(preempt: PreemptHarness) -> None:
     result.assert_clean()
 
 
+@pytest.mark.preempt_requires("watermark", "preempt", "stepped")
+def test_the_waiting_keep_nothing_free(preempt: PreemptHarness) -> None:
+    """Nobody runs beside the first, which fills the pool, although others wait: all return."""
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "large", 8 * block, block),
+        [request(preempt, f"small{i}", block + i, 2 * block) for i in range(2)],
+    )
+    result = preempt.run(workload, 10, plan="preempt-all@step=2", block_size=block, watermark=0.3)
+    result.assert_preempted(request="large")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
 @pytest.mark.preempt_requires("max_model_len", "preempt", "stepped")
 @pytest.mark.parametrize("before", [1, 2])
 def test_preempted_shortly_before_the_models_length(preempt: PreemptHarness, before: int) -> None:
