@@ -34,7 +34,6 @@ KINDS = (
     "pace",
     "branch_state",
     "coincidences",
-    "round_six",
 )
 
 
