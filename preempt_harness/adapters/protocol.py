@@ -32,6 +32,7 @@ PREFIX_CACHING = "prefix_caching"
 CHUNKED_PREFILL = "chunked_prefill"
 MIXED_STEPS = "mixed_steps"  # a step decodes and prefills, each request as far as the budget goes
 STRICT_ORDER = "strict_order"  # by priority and arrival: who is let in, who keeps its blocks
+KEEPS_FREED_BLOCKS = "keeps_freed_blocks"  # found until handed out, ends of prefixes first
 SAMPLING = "sampling"  # temperature, top-k, top-p, seed
 LOGPROBS = "logprobs"
 STOP_STRINGS = "stop_strings"
@@ -79,6 +80,7 @@ CAPABILITIES = frozenset(
         CHUNKED_PREFILL,
         MIXED_STEPS,
         STRICT_ORDER,
+        KEEPS_FREED_BLOCKS,
         SAMPLING,
         LOGPROBS,
         STOP_STRINGS,

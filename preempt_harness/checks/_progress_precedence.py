@@ -4,7 +4,8 @@ For engines that promise it (`strict_order`): requests have one order, by priori
 a preemption does not change it. So
 
 - a request that is let in precedes all that wait;
-- one that loses its blocks by the engine's own need is preceded by all that keep theirs.
+- one that loses its blocks by the engine's own need is preceded by all that keep theirs;
+- one that loses them for the next in the queue is less urgent by its priority, not by its arrival.
 
 Priorities are those that users gave, at arrival or later; an engine that changes them by itself, or
 loses a change, is found by what it does. What the plan forces is not judged: the plan chooses.
@@ -28,6 +29,7 @@ STRICT_ORDER = "strict_order"
 """The capability, as a record's header lists it."""
 
 _FORCED = "forced"
+_FOR_THE_URGENT = "priority"
 
 
 class _Order:
@@ -63,6 +65,10 @@ class _Order:
     def last_running(self) -> str | None:
         """Who is to lose its blocks next."""
         return max(self.running, key=self._precedence.__getitem__, default=None)
+
+    def is_more_urgent(self, request: str, than: str) -> bool:
+        """By priority alone."""
+        return self._precedence[request][0] < self._precedence[than][0]
 
     def place(self, request: str) -> str:
         """Priority and arrival in words."""
@@ -104,6 +110,16 @@ def _judge_victim(event: Preempted, order: _Order, listing: Listing) -> None:
                 event.step,
                 f"it loses its blocks ({order.place(victim)}), and {last}, which it precedes "
                 f"({order.place(last)}), keeps its own",
+                once=victim,
+                request=victim,
+            )
+        first = order.first_waiting()
+        if event.reason == _FOR_THE_URGENT and first and not order.is_more_urgent(first, victim):
+            listing.report(
+                Code.PROG_ORDER,
+                event.step,
+                f"it loses its blocks ({order.place(victim)}) for the next in the queue, {first}, "
+                f"which is no more urgent ({order.place(first)})",
                 once=victim,
                 request=victim,
             )

@@ -4,9 +4,10 @@ A running request that has blocks for all its known tokens needs nothing more th
 budget. In a step that leaves some of those unused it computes all that it can: up to its newest
 token.
 
-Known tokens are the prompt and what was delivered before the step. Of a request of several branches
-some may wait for each other, so it is not judged; nor is a step with a preemption, an action of the
-plan, an error or withheld blocks. For engines of which `admits_when_it_can` and that mix prefills
+Known tokens are the prompt and what was delivered, or chosen for a beam, before the step. Of a
+request of several branches some may wait for each other: one that computes nothing is not judged,
+one that computes something is. Nor is a step with a preemption, an action of the plan, an error or
+withheld blocks. For engines of which `admits_when_it_can` and that mix prefills
 and decodes, as others have reasons of their own to wait.
 """
 
@@ -23,10 +24,12 @@ from preempt_harness.checks.trace import DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
     Arrived,
     EngineError,
+    Forked,
     Header,
     PlanApplied,
     PoolCounts,
     Preempted,
+    TokensChosen,
 )
 
 
@@ -44,6 +47,7 @@ def check_standstill(trace: Trace) -> CheckResult:
         *TABLE_EVENTS,
         Arrived,
         DeliveredRows,
+        TokensChosen,
         EngineError,
         PlanApplied,
         PoolCounts,
@@ -61,7 +65,7 @@ class _Standstill:
         self.listing = Listing()
         self._header = trace.header
         self._tables = SchedulerTables()
-        self._known: dict[str, int] = {}  # sequence of a request of one branch -> tokens
+        self._known: dict[str, int] = {}  # sequence -> tokens
         self._single = {
             f"{name}.0" for name, spec in trace.specs.items() if spec.sampling.num_sequences == 1
         }
@@ -86,10 +90,14 @@ class _Standstill:
             self._take_several(event)
         elif isinstance(event, IdleSteps):
             self._end_step(event.step, event.pool)
+        elif isinstance(event, TokensChosen):
+            self._delivered.append((event.seq, len(event.token_ids)))
         elif isinstance(event, Arrived):
             self._known[f"{event.request}.0"] = len(event.prompt_token_ids)
         elif isinstance(event, TableEvent):
             self._tables.follow(event)
+            if isinstance(event, Forked):
+                self._known[event.child] = self._known.get(event.parent, 0)
         else:  # a preemption, an action of the plan, or an error
             self._is_excused = True
 
@@ -117,7 +125,7 @@ class _Standstill:
         for seq, lease in self._tables.leases.items():
             known, end = self._known.get(seq, 0), self._ends.get(seq, 0)
             has_room = known <= len(lease.blocks) * self._header.block_size
-            if seq not in self._single or not has_room:
+            if not has_room or not (seq in self._single or seq in self._ends):
                 continue
             self.listing.count("running judged")
             if end < known:

@@ -93,6 +93,24 @@ def test_a_chunk_ends_beside_what_branches_share(preempt: PreemptHarness, offset
 
 @PARALLEL
 @MODES
+@OFFSETS
+def test_outputs_that_are_all_the_same(preempt: PreemptHarness, offset: int, mode: str) -> None:
+    """Nothing is drawn: even the last block, of which each wants its next token, has equals."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "victim", 2 * block + 1, 3 * block, n=3),
+        companions(preempt, block, count=1),
+    )
+    step = 2 * block - 1 + offset
+    result = preempt.run(workload, plan=f"preempt:victim@step={step}:{mode}", block_size=block)
+    result.assert_preempted(request="victim", mode=mode)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@PARALLEL
+@MODES
 @pytest.mark.preempt_requires("sampling", "stop_tokens")
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_others_take_the_places_of_branches_that_ended(
@@ -311,6 +329,30 @@ def test_outputs_share_a_prompt_in_a_pool_that_was_solved_for(
     result = preempt.run(workload, budget, block_size=block, expect_preemption=scarce)
     if scarce:
         result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("parallel_sampling", "prefix_caching", "stepped")
+@pytest.mark.parametrize("spare", [0, 1])
+def test_outputs_that_need_more_than_sharers_can_give_up(
+    preempt: PreemptHarness, spare: int
+) -> None:
+    """Both outputs reach a boundary; the one who came last has little but what they share."""
+    block = block_size(preempt)
+    text = preempt.prompts.take(2 * block)
+    workload = together(
+        request(preempt, "elder", 1, 3 * block),
+        request(preempt, "needy", text, 2 * block, n=2, **drawn(preempt, 3)),
+        request(preempt, "sharer", [*text, text[0]], 2 * block, arrival_step=block - 2),
+    )
+    result = preempt.run(
+        workload,
+        7 + spare,
+        block_size=block,
+        enable_prefix_caching=True,
+        expect_preemption=False,
+    )
     result.assert_matches_baseline()
     result.assert_clean()
 
