@@ -41,6 +41,7 @@ class NanoVllmSchedulerAdapter(ExactModelAdapter):
             protocol.HOLD_BLOCKS,
             protocol.RECOMPUTE,
             protocol.PREFIX_CACHING,
+            protocol.QUEUE_ORDER,
             protocol.TENSOR_PARALLEL,
             protocol.EOS,
         }

@@ -38,6 +38,7 @@ class VllmSchedulerAdapter(ExactModelAdapter):
             protocol.PREFIX_CACHING,
             protocol.CHUNKED_PREFILL,
             protocol.MIXED_STEPS,
+            protocol.QUEUE_ORDER,
             protocol.BLOCK_SIZE,
             protocol.WATERMARK,
             protocol.MAX_MODEL_LEN,

@@ -90,8 +90,8 @@ class _Standstill:
             self._known[f"{event.request}.0"] = len(event.prompt_token_ids)
         elif isinstance(event, TableEvent):
             self._tables.follow(event)
-        else:  # a preemption, an action of the plan, or an error
-            self._is_excused = True
+        elif not isinstance(event, Preempted) or event.reason == "forced":
+            self._is_excused = True  # by the plan, or an error
 
     def _take_rows(self, seqs: Iterable[str], ends: Iterable[int], num_tokens: int) -> None:
         self._num_tokens += num_tokens

@@ -27,6 +27,7 @@ from preempt_harness.record import (
 )
 
 replace = msgspec.structs.replace
+PROMISES = ["evicts_for_urgent", "drafts_last"]
 CONFIG = {"max_num_batched_tokens": 8, "max_num_seqs": 4, "preemption_mode": "swap"}
 
 
@@ -35,7 +36,7 @@ def judged(part: str, *events: Event, **config: object) -> list[Finding]:
     record = run_fake(make_workload([6, 9, 7], max_tokens=4))
     record.header = replace(
         record.header,
-        capabilities=["recompute", "swap", "strict_order"],
+        capabilities=["recompute", "swap", "strict_order", "mixed_steps", *PROMISES],
         block_size=4,
         num_blocks=8,
         config={**CONFIG, **config},

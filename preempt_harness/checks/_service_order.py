@@ -1,0 +1,139 @@
+"""Who is to be served next, and who is to lose its blocks next, by what an engine promises.
+
+`strict_order`: requests have one order, by priority, then by arrival; a preemption does not change
+it, whoever forced it.
+
+`queue_order`: the queue is served from its front, who came last into the pool loses its blocks
+first, and waits in front of all others. Nothing but preemptions that a plan chooses makes that
+another order than that of arrival. By priority, where the engine is configured so, it is
+`strict_order`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from preempt_harness.checks.trace import Batch
+from preempt_harness.record import (
+    Aborted,
+    Arrived,
+    Finished,
+    Header,
+    Preempted,
+    PriorityChanged,
+)
+
+STRICT_ORDER = "strict_order"
+QUEUE_ORDER = "queue_order"
+"""The capabilities, as a record's header lists them."""
+
+Place = tuple[int, int]
+
+
+class ServiceOrder(Protocol):
+    """Places of the requests that have not ended: the lowest of those who wait is the next.
+
+    Attributes:
+        waiting, running: request -> its place. Of those who run, the highest goes first.
+    """
+
+    waiting: dict[str, Place]
+    running: dict[str, Place]
+
+    def admit(self, request: str) -> None:
+        """It waits no more."""
+
+    def take(self, event: Batch) -> None:
+        """Follow whoever comes, goes, or is given another priority."""
+
+    def in_words(self, request: str) -> str:
+        """Its place."""
+
+
+def promises_order(header: Header) -> bool:
+    """Whether the engine of this record is held to one order."""
+    return STRICT_ORDER in header.capabilities or QUEUE_ORDER in header.capabilities
+
+
+def service_order(header: Header) -> ServiceOrder:
+    """The order that an engine which promises one is held to."""
+    by_arrival = header.config.get("scheduling_policy", "fcfs") == "fcfs"
+    strict = STRICT_ORDER in header.capabilities or not by_arrival
+    return _ByPriority() if strict else _ByQueue()
+
+
+def next_waiting(order: ServiceOrder) -> str | None:
+    """Who is to be let in next."""
+    return min(order.waiting, key=order.waiting.__getitem__, default=None)
+
+
+def last_running(order: ServiceOrder) -> str | None:
+    """Who is to lose its blocks next."""
+    return max(order.running, key=order.running.__getitem__, default=None)
+
+
+class _ByPriority:
+    """By priority, then by arrival."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, Place] = {}
+        self.running: dict[str, Place] = {}
+        self._num_arrived = 0
+
+    def admit(self, request: str) -> None:
+        if request in self.waiting:
+            self.running[request] = self.waiting.pop(request)
+
+    def take(self, event: Batch) -> None:
+        if isinstance(event, Arrived):
+            self.waiting[event.request] = event.priority, self._num_arrived
+            self._num_arrived += 1
+        elif isinstance(event, PriorityChanged):
+            for places in (self.waiting, self.running):
+                if event.request in places:
+                    places[event.request] = event.priority, places[event.request][1]
+        elif isinstance(event, Finished | Aborted):
+            self.waiting.pop(event.request, None)
+            self.running.pop(event.request, None)
+        elif isinstance(event, Preempted) and event.request in self.running:
+            self.waiting[event.request] = self.running.pop(event.request)
+
+    def in_words(self, request: str) -> str:
+        priority, arrival = self.waiting.get(request) or self.running[request]
+        return f"priority {priority}, arrival {arrival}"
+
+
+class _ByQueue:
+    """From the front of the queue, to which the last of those who run goes first."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, Place] = {}
+        self.running: dict[str, Place] = {}
+        self._num_moves = 0
+
+    def admit(self, request: str) -> None:
+        if self.waiting.pop(request, None) is not None:
+            self.running[request] = self._behind_all()
+
+    def take(self, event: Batch) -> None:
+        if isinstance(event, Arrived):
+            self.waiting[event.request] = self._behind_all()
+        elif isinstance(event, Finished | Aborted):
+            self.waiting.pop(event.request, None)
+            self.running.pop(event.request, None)
+        elif isinstance(event, Preempted) and self.running.pop(event.request, None) is not None:
+            _, move = self._behind_all()
+            self.waiting[event.request] = -1, -move
+
+    def in_words(self, request: str) -> str:
+        if request in self.running:
+            return f"number {1 + _rank(self.running, request)} of those that run"
+        return f"number {1 + _rank(self.waiting, request)} of the queue"
+
+    def _behind_all(self) -> Place:
+        self._num_moves += 1
+        return 0, self._num_moves
+
+
+def _rank(places: dict[str, Place], request: str) -> int:
+    return sorted(places, key=places.__getitem__).index(request)
