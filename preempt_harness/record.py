@@ -53,7 +53,12 @@ class PriorityChanged(Event, frozen=True):
 
 
 class CacheReset(Event, frozen=True):
-    """Cached content was to be forgotten, and the engine did not decline."""
+    """Cached content was to be forgotten, and the engine did not decline.
+
+    `running`: all that ran were to be preempted for it.
+    """
+
+    running: bool = False
 
 
 class Scheduled(Event, frozen=True):

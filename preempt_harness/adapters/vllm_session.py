@@ -80,7 +80,7 @@ class VllmSession(SchedulerSession):
             vocab_size=VOCAB_SIZE,
             eos_token_ids=[END_TOKEN_ID],
             versions={"python": platform.python_version(), "vllm": version("vllm")},
-            observed=list(OBSERVED),
+            observed=[*OBSERVED, "CacheReset"],
             batch_invariant=True,
             max_total_tokens=self._max_model_len,
         )
@@ -137,14 +137,16 @@ class VllmSession(SchedulerSession):
 
     def reset_prefix_cache(self) -> None:
         """Forget cached content; vLLM declines while blocks are in use."""
-        self._scheduler.reset_prefix_cache()
+        if self._scheduler.reset_prefix_cache():
+            self._log.cache_reset(running=False)
 
     def reset_running_requests(self) -> None:
         """Preempt all that run, then forget cached content. Held blocks would forbid it."""
         held = self._watch.num_held
         self.hold_blocks(0)
         self._watch.reason = "forced"
-        self._scheduler.reset_prefix_cache(reset_running_requests=True)
+        if self._scheduler.reset_prefix_cache(reset_running_requests=True):
+            self._log.cache_reset(running=True)
         self._watch.reason = "out_of_blocks"
         self.hold_blocks(held)
 

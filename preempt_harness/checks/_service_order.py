@@ -104,7 +104,11 @@ class _ByPriority:
 
 
 class _ByQueue:
-    """From the front of the queue, to which the last of those who run goes first."""
+    """From the front of the queue, to which the last of those who run goes first.
+
+    Those who are preempted from outside in one step, before it is scheduled, keep their order,
+    whichever of them is told of first.
+    """
 
     def __init__(self) -> None:
         self.waiting: dict[str, Place] = {}
@@ -121,9 +125,10 @@ class _ByQueue:
         elif isinstance(event, Finished | Aborted):
             self.waiting.pop(event.request, None)
             self.running.pop(event.request, None)
-        elif isinstance(event, Preempted) and self.running.pop(event.request, None) is not None:
-            _, move = self._behind_all()
-            self.waiting[event.request] = -1, -move
+        elif isinstance(event, Preempted) and event.request in self.running:
+            _, move = self.running.pop(event.request)
+            later = event.reason != "forced"
+            self.waiting[event.request] = -1 - 2 * event.step - later, move
 
     def in_words(self, request: str) -> str:
         if request in self.running:
