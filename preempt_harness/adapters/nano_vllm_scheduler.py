@@ -42,6 +42,7 @@ class NanoVllmSchedulerAdapter(ExactModelAdapter):
             protocol.RECOMPUTE,
             protocol.PREFIX_CACHING,
             protocol.QUEUE_ORDER,
+            protocol.KEEPS_FREED,
             protocol.TENSOR_PARALLEL,
             protocol.EOS,
         }

@@ -33,6 +33,7 @@ CHUNKED_PREFILL = "chunked_prefill"
 MIXED_STEPS = "mixed_steps"  # a step decodes and prefills, each request as far as the budget goes
 STRICT_ORDER = "strict_order"  # by priority and arrival: who is let in, who keeps its blocks
 QUEUE_ORDER = "queue_order"  # the last let in loses its blocks first and waits in front of all
+KEEPS_FREED = "keeps_freed"  # full blocks are found until handed out again, beginnings longest
 EVICTS_FOR_URGENT = "evicts_for_urgent"  # who waits takes the blocks of less urgent requests
 DRAFTS_LAST = "drafts_last"  # no request loses its blocks, or waits, for a draft
 SAMPLING = "sampling"  # temperature, top-k, top-p, seed
@@ -82,6 +83,7 @@ CAPABILITIES = frozenset(
         MIXED_STEPS,
         STRICT_ORDER,
         QUEUE_ORDER,
+        KEEPS_FREED,
         EVICTS_FOR_URGENT,
         DRAFTS_LAST,
         SAMPLING,

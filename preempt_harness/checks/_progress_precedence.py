@@ -12,6 +12,7 @@ loses a change, is found by what it does. What the plan forces is not judged: th
 from __future__ import annotations
 
 from preempt_harness.checks._service_order import (
+    ORDER_EVENTS,
     ServiceOrder,
     last_running,
     next_waiting,
@@ -19,14 +20,7 @@ from preempt_harness.checks._service_order import (
 )
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.trace import Trace
-from preempt_harness.record import (
-    Aborted,
-    Arrived,
-    BlocksAllocated,
-    Finished,
-    Preempted,
-    PriorityChanged,
-)
+from preempt_harness.record import BlocksAllocated, Preempted
 
 _FORCED = "forced"
 
@@ -35,7 +29,7 @@ def check_precedence(trace: Trace) -> CheckResult:
     """Nobody is let in before one that precedes it, nor evicted before one that it precedes."""
     listing = Listing()
     order = service_order(trace.header)
-    for event in trace.of(Arrived, BlocksAllocated, Preempted, PriorityChanged, Finished, Aborted):
+    for event in trace.of(BlocksAllocated, *ORDER_EVENTS):
         if isinstance(event, BlocksAllocated):
             _judge_admission(event, order, listing)
             continue

@@ -17,6 +17,7 @@ from preempt_harness.checks.trace import Batch
 from preempt_harness.record import (
     Aborted,
     Arrived,
+    CacheReset,
     Finished,
     Header,
     Preempted,
@@ -26,6 +27,9 @@ from preempt_harness.record import (
 STRICT_ORDER = "strict_order"
 QUEUE_ORDER = "queue_order"
 """The capabilities, as a record's header lists them."""
+
+ORDER_EVENTS = (Arrived, CacheReset, Preempted, PriorityChanged, Finished, Aborted)
+"""What an order follows, besides admissions."""
 
 Place = tuple[int, int]
 
@@ -106,14 +110,15 @@ class _ByPriority:
 class _ByQueue:
     """From the front of the queue, to which the last of those who run goes first.
 
-    Those who are preempted from outside in one step, before it is scheduled, keep their order,
-    whichever of them is told of first.
+    Those who are all preempted for a reset keep their order, whichever of them is told of first.
     """
 
     def __init__(self) -> None:
         self.waiting: dict[str, Place] = {}
         self.running: dict[str, Place] = {}
         self._num_moves = 0
+        self._ran: dict[str, Place] = {}  # who was preempted in the latest such step, from where
+        self._step = -1
 
     def admit(self, request: str) -> None:
         if self.waiting.pop(request, None) is not None:
@@ -126,9 +131,15 @@ class _ByQueue:
             self.waiting.pop(event.request, None)
             self.running.pop(event.request, None)
         elif isinstance(event, Preempted) and event.request in self.running:
-            _, move = self.running.pop(event.request)
-            later = event.reason != "forced"
-            self.waiting[event.request] = -1 - 2 * event.step - later, move
+            if event.step != self._step:
+                self._step, self._ran = event.step, {}
+            self._ran[event.request] = self.running.pop(event.request)
+            _, move = self._behind_all()
+            self.waiting[event.request] = -1, -move
+        elif isinstance(event, CacheReset) and event.running and event.step == self._step:
+            back = sorted(self._ran.keys() & self.waiting.keys(), key=self._ran.__getitem__)
+            places = sorted(self.waiting[request] for request in back)
+            self.waiting.update(zip(back, places, strict=True))
 
     def in_words(self, request: str) -> str:
         if request in self.running:

@@ -39,6 +39,7 @@ from preempt_harness.record import (
     Arrived,
     BlocksAllocated,
     BlocksFreed,
+    CacheReset,
     EngineError,
     Finished,
     Forked,
@@ -74,6 +75,7 @@ def check_idle(trace: Trace) -> CheckResult:
         SteadySteps,
         IdleSteps,
         Arrived,
+        CacheReset,
         *TABLE_EVENTS,
         EngineError,
         Preempted,
@@ -158,7 +160,7 @@ class _Idle:
                 self._swapped.add(event.request)
             else:
                 self._swapped.discard(event.request)
-        elif isinstance(event, PriorityChanged):
+        elif isinstance(event, PriorityChanged | CacheReset):
             self._order.take(event)
         elif isinstance(event, Finished | Aborted):
             self._order.take(event)

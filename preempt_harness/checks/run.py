@@ -22,6 +22,7 @@ from preempt_harness.checks import (
     _work_drafts,
     _work_hits,
     _work_idle,
+    _work_overrun,
     _work_standstill,
     _work_swap,
     crash,
@@ -343,6 +344,13 @@ PARTS = (
         ),
         applies=_work_hits.shares_blocks,
         judge=_plain(_work_hits.check_hits),
+    ),
+    Part(
+        check="work",
+        part="overrun",
+        needs=frozenset({"Scheduled"}),
+        applies=_work_overrun.counts_tokens,
+        judge=_plain(_work_overrun.check_overrun),
     ),
 )
 
