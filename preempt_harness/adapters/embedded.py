@@ -40,7 +40,7 @@ class EmbeddedAdapter:
     """Adapter "embedded"."""
 
     name = "embedded"
-    capabilities = protocol.CAPABILITIES
+    capabilities = protocol.CAPABILITIES - {protocol.QUEUE_ORDER}  # victims keep their places
     models: tuple[str, ...] = (
         "exact",
         "tiny-llama",

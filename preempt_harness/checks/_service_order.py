@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from preempt_harness.checks.progress import mixes_steps
 from preempt_harness.checks.trace import Batch
 from preempt_harness.record import (
     Aborted,
@@ -38,7 +39,8 @@ class ServiceOrder(Protocol):
     """Places of the requests that have not ended: the lowest of those who wait is the next.
 
     Attributes:
-        waiting, running: request -> its place. Of those who run, the highest goes first.
+        waiting, running: request -> its place. Of those who run, the highest goes first. Whose
+            place is not known is in neither.
     """
 
     waiting: dict[str, Place]
@@ -63,7 +65,7 @@ def service_order(header: Header) -> ServiceOrder:
     """The order that an engine which promises one is held to."""
     by_arrival = header.config.get("scheduling_policy", "fcfs") == "fcfs"
     strict = STRICT_ORDER in header.capabilities or not by_arrival
-    return _ByPriority() if strict else _ByQueue()
+    return _ByPriority() if strict else _ByQueue(mixes_steps(header))
 
 
 def next_waiting(order: ServiceOrder) -> str | None:
@@ -111,9 +113,15 @@ class _ByQueue:
     """From the front of the queue, to which the last of those who run goes first.
 
     Those who are all preempted for a reset keep their order, whichever of them is told of first.
+    Where prefills and decodes share no step, whom the plan takes from among others may overtake one
+    whose prefill is under way; from then on nobody's place is known.
+
+    Args:
+        mixes_steps: whether prefills and decodes share steps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mixes_steps: bool) -> None:
+        self._mixes_steps = mixes_steps
         self.waiting: dict[str, Place] = {}
         self.running: dict[str, Place] = {}
         self._num_moves = 0
@@ -131,6 +139,11 @@ class _ByQueue:
             self.waiting.pop(event.request, None)
             self.running.pop(event.request, None)
         elif isinstance(event, Preempted) and event.request in self.running:
+            from_among = event.reason == "forced" and event.request != last_running(self)
+            if from_among and not self._mixes_steps:
+                self.waiting.clear()
+                self.running.clear()
+                return
             if event.step != self._step:
                 self._step, self._ran = event.step, {}
             self._ran[event.request] = self.running.pop(event.request)

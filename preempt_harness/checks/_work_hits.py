@@ -145,11 +145,14 @@ class _Hits:
                 self._evicted[value] = block
 
     def _free(self, event: BlocksFreed) -> None:
-        """What was computed too late to be offered, or is swapped out, need not be found."""
-        swapped = request_of(event.seq) in self._swapped
+        """What was computed too late to be offered, or is swapped out, need not be found.
+
+        Nor is what branches leave.
+        """
+        excused = request_of(event.seq) in self._swapped or event.seq not in self._judged
         for block in event.blocks:
             _, since = self._content.get(block, (0, 0))
-            if block not in self._tables.refs and (swapped or since + self._least_age > event.step):
+            if block not in self._tables.refs and (excused or since + self._least_age > event.step):
                 self._content.pop(block, None)
 
     def _judge_evictions(self) -> None:

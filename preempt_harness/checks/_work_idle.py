@@ -212,7 +212,7 @@ class _Idle:
         """Returns the next in the queue if it waits only for the less urgent."""
         request = next_waiting(self._order)
         holding = {request_of(seq) for seq in self._tables.leases}
-        if request is None or request in self._swapped:
+        if request is None or request in self._swapped or self._waiting.keys() - self._order.waiting:
             return ""
         if not holding - self._computing:
             self._judge_wait(step, request, before)
