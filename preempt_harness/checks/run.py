@@ -22,6 +22,7 @@ from preempt_harness.checks import (
     _work_drafts,
     _work_hits,
     _work_idle,
+    _work_needless,
     _work_overrun,
     _work_standstill,
     _work_swap,
@@ -297,7 +298,7 @@ PARTS = (
                 *("Scheduled", "TokensDelivered"),
             }
         ),
-        applies=_work_standstill.computes_when_it_can,
+        applies=_work_idle.admits_when_it_can,
         judge=_plain(_work_standstill.check_standstill),
     ),
     Part(
@@ -344,6 +345,13 @@ PARTS = (
         ),
         applies=_work_hits.shares_blocks,
         judge=_plain(_work_hits.check_hits),
+    ),
+    Part(
+        check="work",
+        part="needless victims",
+        needs=frozenset({"BlocksAllocated", "BlocksFreed", "Preempted", "StepLaunched"}),
+        applies=_work_needless.takes_victims_in_turn,
+        judge=_plain(_work_needless.check_needless),
     ),
     Part(
         check="work",
