@@ -377,6 +377,10 @@ COUNTER_NAMES = (
     "num_copied_blocks",
     "num_swapped_out_blocks",
     "num_swapped_in_blocks",
+    # Present numbers rather than totals.
+    "num_running_requests",
+    "num_used_blocks",
+    "num_waiting_requests",
 )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from preempt_harness.admission import Simulation
 from preempt_harness.checks import (
     _accounting_counters,
+    _accounting_gauges,
     _accounting_pool,
     _accounting_reset,
     _accounting_schedule,
@@ -199,6 +200,12 @@ PARTS = (
         part="counters",
         needs=frozenset({"Counters"}),
         judge=_plain(_accounting_counters.check_counters),
+    ),
+    Part(
+        check="accounting",
+        part="gauges",
+        needs=frozenset({"Counters", "PoolState"}),
+        judge=_plain(_accounting_gauges.check_gauges),
     ),
     Part(
         check="accounting",
