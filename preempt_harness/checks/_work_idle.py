@@ -30,7 +30,7 @@ from collections import Counter
 from preempt_harness.checks._service_order import next_waiting, promises_order, service_order
 from preempt_harness.checks.drafts import has_drafts
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
-from preempt_harness.checks.progress import mixes_steps, steps_ahead
+from preempt_harness.checks.progress import mixes_steps, num_withheld, steps_ahead
 from preempt_harness.checks.steady import IdleSteps, SteadySteps
 from preempt_harness.checks.tables import TABLE_EVENTS, SchedulerTables, TableEvent, num_blocks_for
 from preempt_harness.checks.trace import DeliveredRows, ScheduledRows, Trace
@@ -196,9 +196,10 @@ class _Idle:
 
     def _end_step(self, step: int, pool: PoolCounts) -> None:
         before, self._pool = self._pool, pool
-        if not self._is_disturbed and before is not None and not before.held and not pool.held:
+        withheld = any(num_withheld(self._header, item) for item in (before, pool) if item)
+        if not self._is_disturbed and before is not None and not withheld:
             self._judge_admissions(pool)
-        excused = self._is_excused or before is None or before.held or pool.held
+        excused = self._is_excused or before is None or withheld
         kept_out = ""
         if not excused and self._waiting and before is not None:
             kept_out = self._judge(step, before)
@@ -310,9 +311,10 @@ class _Idle:
         What is still to be copied to the host counts as left.
         """
         watermark = self._num_watermark_blocks()
+        num_reserved = pool.held - num_withheld(self._header, pool)
         for event, num_others, num_used in self._admissions:
             self.listing.count("admissions judged")
-            num_left = pool.num_blocks - num_used
+            num_left = pool.num_blocks - num_used - num_reserved
             if num_others and num_left < watermark:
                 request = request_of(event.seq)
                 self.listing.report(
@@ -346,7 +348,9 @@ class _Idle:
         """
         before, most = self._pool, self._header.config.get("max_num_seqs")
         newcomer = next_waiting(self._order)
-        if self._is_disturbed or before is None or before.held or newcomer is None:
+        if self._is_disturbed or before is None or newcomer is None:
+            return
+        if num_withheld(self._header, before):
             return
         running = {request_of(seq) for seq in self._tables.leases}
         num_branches = sum(map(self._num_branches, running))

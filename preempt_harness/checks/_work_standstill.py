@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
-from preempt_harness.checks.progress import mixes_steps
+from preempt_harness.checks.progress import mixes_steps, num_withheld
 from preempt_harness.checks.steady import IdleSteps, SteadySteps
 from preempt_harness.checks.tables import TABLE_EVENTS, SchedulerTables, TableEvent
 from preempt_harness.checks.trace import DeliveredRows, ScheduledRows, Trace
@@ -106,8 +106,9 @@ class _Standstill:
     def _end_step(self, step: int, pool: PoolCounts) -> None:
         budget = self._header.config.get("max_num_batched_tokens")
         has_tokens = isinstance(budget, int) and self._num_tokens < budget
+        self._is_excused |= bool(num_withheld(self._header, pool))
         others_go = self._mixes_steps or self._only_decodes()
-        if has_tokens and others_go and not self._is_excused and not pool.held:
+        if has_tokens and others_go and not self._is_excused:
             self._judge(step, f"{self._num_tokens} of {budget}")
         self._decoding.update(seq for seq, _ in self._delivered if seq in self._tables.leases)
         for seq, num_tokens in self._delivered:

@@ -188,7 +188,6 @@ def steps_with_held_blocks(trace: Trace) -> set[int]:
     What the engine keeps for itself, such as a null block, is always held. Blocks stay held until
     another number is told: of a step in which nothing could be run, none may be.
     """
-    own = trace.header.config.get("reserved_blocks", 0)
     exempt: set[int] = set()
     held_from: int | None = None
     for event in trace.of(PoolCounts, SteadySteps, IdleSteps):
@@ -198,10 +197,17 @@ def steps_with_held_blocks(trace: Trace) -> set[int]:
         if held_from is not None:
             exempt.update(range(held_from, event.step))
         held_from = None
-        if pool.held > own:
+        if num_withheld(trace.header, pool):
             exempt.update(range(event.step, last + 1))
             held_from = last + 1
     return exempt
+
+
+def num_withheld(header: Header, pool: PoolCounts) -> int:
+    """Blocks that the harness holds: without those that the engine keeps for itself."""
+    own = header.config.get("reserved_blocks", 0)
+    assert isinstance(own, int)
+    return max(0, pool.held - own)
 
 
 def steps_ahead(header: Header) -> int:
