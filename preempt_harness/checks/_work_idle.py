@@ -51,7 +51,6 @@ from preempt_harness.record import (
     TokensChosen,
 )
 
-
 EVICTS_FOR_URGENT = "evicts_for_urgent"
 DRAFTS_LAST = "drafts_last"
 """The capabilities, as a record's header lists them."""
@@ -213,7 +212,11 @@ class _Idle:
         """Returns the next in the queue if it waits only for the less urgent."""
         request = next_waiting(self._order)
         holding = {request_of(seq) for seq in self._tables.leases}
-        if request is None or request in self._swapped or self._waiting.keys() - self._order.waiting:
+        if (
+            request is None
+            or request in self._swapped
+            or self._waiting.keys() - self._order.waiting
+        ):
             return ""
         if not holding - self._computing:
             self._judge_wait(step, request, before)

@@ -21,6 +21,7 @@ from preempt_harness.explore.random_trials import random_trial
 from preempt_harness.generators import random_workload
 from preempt_harness.plan import PreemptAll, PreemptionPlan, Squeeze, Step
 from preempt_harness.record import (
+    Aborted,
     BlocksCopied,
     BlocksPoisoned,
     CacheReset,
@@ -270,3 +271,15 @@ def test_readers_of_one_text_lose_their_blocks_in_its_middle() -> None:
         )
     assert num_cut >= len(SEEDS) // 3
     assert num_rows >= len(SEEDS) // 3
+
+
+def test_a_crowd_grows_in_a_pool_for_some_and_some_are_given_up() -> None:
+    num_beside = num_aborted = 0
+    for trial in aimed("crowd"):
+        record = run(trial)
+        assert len(trial.workload.requests) >= 5
+        by_need = [event for event in record.events if isinstance(event, Preempted)]
+        num_beside += len({event.request for event in by_need}) >= 2
+        num_aborted += any(isinstance(event, Aborted) for event in record.events)
+    assert num_beside >= len(SEEDS) // 3
+    assert num_aborted >= len(SEEDS) // 3

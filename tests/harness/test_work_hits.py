@@ -39,7 +39,14 @@ def new(prompt: list[int], blocks: list[int], num_cached: int, *, step: int = 4)
     return [Arrived(step, "r1", prompt, 8), BlocksAllocated(step, "r1.0", blocks, num_cached)]
 
 
-def judge(events: list[AnyEvent], *, config: Any = None, **sampling: Any) -> list[Finding]:
+def judge(
+    events: list[AnyEvent],
+    *,
+    config: Any = None,
+    promise: str = "",
+    plan: str = "",
+    **sampling: Any,
+) -> list[Finding]:
     prompts = {item.request: item.prompt_token_ids for item in events if isinstance(item, Arrived)}
     workload = Workload(
         requests=[
@@ -52,6 +59,8 @@ def judge(events: list[AnyEvent], *, config: Any = None, **sampling: Any) -> lis
         engine="by hand",
         model="none",
         config={"enable_prefix_caching": True} if config is None else config,
+        capabilities=[promise] if promise else [],
+        plan=plan,
         block_size=4,
         num_blocks=20,
         observed=sorted(event_names()),
@@ -154,3 +163,41 @@ def test_where_nothing_is_shared_nothing_is_judged() -> None:
     assert not judge(missed, config={"enable_prefix_caching": True, "num_speculative_tokens": 2})
     assert not judge(missed, n=2)
     assert not judge(missed, prompt_logprobs=0)
+
+
+FREED = BlocksFreed(4, "r0.0", [2, 1, 0])
+
+
+def test_freed_blocks_that_are_promised_are_to_be_found() -> None:
+    missed = [*OLD, FREED, *new([*PROMPT, 5], [10, 11, 12], 0, step=5)]
+    (finding,) = judge(missed, promise="keeps_freed")
+    assert "the pool keeps the first 2 blocks" in finding.message
+    assert not judge(missed)
+    assert not judge(missed, promise="keeps_freed", plan="squeeze:all@1..2")
+    ahead = {"enable_prefix_caching": True, "async_scheduling": 1}
+    assert not judge(missed, promise="keeps_freed", config=ahead)
+    found = [*OLD, FREED, *new([*PROMPT, 5], [0, 1, 12], 2, step=5)]
+    assert not judge(found, promise="keeps_freed")
+
+
+def test_what_was_handed_out_again_or_came_too_late_is_not_kept() -> None:
+    taken = [Arrived(4, "r2", [3] * 4, 8), BlocksAllocated(4, "r2.0", [2, 1])]
+    one = new([*PROMPT, 5], [0, 11, 12], 1, step=5)
+    assert not judge([*OLD, FREED, *taken, *one], promise="keeps_freed")
+    early = msgspec.structs.replace(FREED, step=1)
+    missed = new([*PROMPT, 5], [10, 11, 12], 0, step=5)
+    assert not judge([*OLD, early, *missed], promise="keeps_freed")
+    swapped = Preempted(4, "r0", "swap", "decode", "forced", 12, 13)
+    assert not judge([*OLD, swapped, FREED, *missed], promise="keeps_freed")
+
+
+@pytest.mark.parametrize(("taken", "is_found"), [([0], True), ([2], False), ([2, 1], False)])
+def test_a_beginning_outlives_what_follows_it(taken: list[int], is_found: bool) -> None:
+    other = [Arrived(5, "r2", [3] * 8, 8), BlocksAllocated(5, "r2.0", taken)]
+    later = [Arrived(6, "r3", [4] * 4, 8), BlocksAllocated(6, "r3.0", [12])]
+    found = judge([*OLD, FREED, *other, *later], promise="keeps_freed")
+    assert bool(found) == is_found
+    if is_found:
+        assert (found[0].step, found[0].block) == (5, 0)
+        assert "while block 1, which goes on from its content" in found[0].message
+    assert not judge([*OLD, FREED, *other, *later])
