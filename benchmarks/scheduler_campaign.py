@@ -34,7 +34,7 @@ from preempt_harness.trial import Trial, run_trial
 from preempt_harness.workload import RequestSpec
 
 _SHOWN_SEEDS = 5
-_AIMED = 0.3  # share of trials that aim at several things at once, as searches do
+_AIMED = 0.5  # share of trials that aim at several things at once, as searches do
 
 
 def drawn_settings(source: random.Random, adapter: EngineAdapter) -> dict[str, Any]:

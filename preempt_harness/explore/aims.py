@@ -12,8 +12,8 @@
     own drafts   the target drafts for itself, while blocks are copied, swapped and computed anew
     under way    requests swapped out while drafts of theirs are under way
     old content  a cache reset while somebody with a text that others come with later runs or waits
-    crowd        many requests that grow at once in a pool for some, of engines whose victims are the
-                 last that were let in: by priority that may be anybody
+    crowd        many requests that grow at once in a pool for some, of engines whose victims are
+                 the last that were let in: by priority that may be anybody
     same text    prompts of one text, cut into chunks, whose readers lose their blocks on the way
 
 What an engine is not capable of is left out; an aim of which nothing would be left is not drawn.
@@ -104,7 +104,7 @@ AIMS = {
     "all out": Aim(
         apply=all_out, needed=frozenset({protocol.STEPPED, protocol.SWAP, protocol.PREEMPT})
     ),
-    "crowd": Aim(apply=crowd, needed=frozenset({protocol.STEPPED, protocol.QUEUE_ORDER}), weight=3),
+    "crowd": Aim(apply=crowd, needed=frozenset({protocol.STEPPED, protocol.QUEUE_ORDER}), weight=8),
     "own drafts": Aim(
         apply=own_drafts,
         needed=frozenset({protocol.STEPPED, protocol.SPECULATION, protocol.PREEMPT}),
