@@ -3,8 +3,8 @@
 Drafts are a gamble: of engines that promise `drafts_last`, what they take of a step counts as room,
 and who loses blocks for them loses them in vain.
 
-For engines that promise an order (`_service_order`), since only then the next is known. Room is counted on the
-safe side, with what the log tells of the step:
+For engines that promise an order (`_service_order`), since only then the next is known. Room is
+counted on the safe side, with what the log tells of the step:
 
 - blocks that were free after the step before, less all that were handed out in this one; it takes
   those for all its known tokens, as if the prefix cache had none of them, beside others with the
