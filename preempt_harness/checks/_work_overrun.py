@@ -8,12 +8,10 @@ over the end, as their number may be fixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from preempt_harness.checks.drafts import has_drafts
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.steady import SteadySteps
-from preempt_harness.checks.trace import ScheduledRows, Trace
+from preempt_harness.checks.trace import ScheduledRows, Trace, batches
 from preempt_harness.record import Header
 
 
@@ -31,24 +29,35 @@ def check_overrun(trace: Trace) -> CheckResult:
     }
     num_judged = 0
     for rows in trace.of(SteadySteps, ScheduledRows):
-        num_judged += len(rows.seqs)
-        _judge(rows.last_step, rows.seqs, rows.ends, ends, listing)
+        if isinstance(rows, SteadySteps):
+            num_judged += rows.num_steps * len(rows.seqs)
+            if _go_behind(rows, ends):
+                for one in batches(rows.events):
+                    if isinstance(one, ScheduledRows):
+                        _judge(one, ends, listing)
+        else:
+            num_judged += len(rows.seqs)
+            _judge(rows, ends, listing)
     listing.count("sequences of steps judged", num_judged)
     return listing.result("work", "overrun")
 
 
-def _judge(
-    step: int, seqs: Iterable[str], row_ends: Iterable[int], ends: dict[str, int], listing: Listing
-) -> None:
-    for seq, end in zip(seqs, row_ends, strict=True):
-        request = request_of(seq)
-        last = ends.get(request, end)
+def _judge(rows: ScheduledRows, ends: dict[str, int], listing: Listing) -> None:
+    for seq, end in zip(rows.seqs, rows.ends, strict=True):
+        last = ends.get(request_of(seq), end)
         if end > last:
             listing.report(
                 Code.WORK_OVERRUN,
-                step,
+                rows.step,
                 f"positions up to {end} are computed, and by max_tokens it has no use for any from "
                 f"{last} on",
                 once=seq,
                 seq=seq,
             )
+
+
+def _go_behind(rows: SteadySteps, ends: dict[str, int]) -> bool:
+    """Whether somebody has gone too far after the last of these steps."""
+    return any(
+        end > ends.get(request_of(seq), end) for seq, end in zip(rows.seqs, rows.ends, strict=True)
+    )
