@@ -34,7 +34,7 @@ class NanoVllmSchedulerAdapter(ExactModelAdapter):
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """Chunked prefill came with a commit of April 2026."""
+        """Chunked prefill came with a commit of April 2026, and a cache that keeps what it can."""
         able = {
             protocol.STEPPED,
             protocol.PREEMPT,
@@ -42,12 +42,11 @@ class NanoVllmSchedulerAdapter(ExactModelAdapter):
             protocol.RECOMPUTE,
             protocol.PREFIX_CACHING,
             protocol.QUEUE_ORDER,
-            protocol.KEEPS_FREED,
             protocol.TENSOR_PARALLEL,
             protocol.EOS,
         }
         if chunks_prompts():
-            able.add(protocol.CHUNKED_PREFILL)
+            able |= {protocol.CHUNKED_PREFILL, protocol.KEEPS_FREED}
         return frozenset(able)
 
     def admission_model(self, settings: EngineSettings) -> AdmissionModel:
