@@ -34,6 +34,7 @@ from preempt_harness.trial import Trial, run_trial
 from preempt_harness.workload import RequestSpec
 
 _SHOWN_SEEDS = 5
+_AIMED = 0.5  # share of trials that aim at several things at once, as searches do
 
 
 def drawn_settings(source: random.Random, adapter: EngineAdapter) -> dict[str, Any]:
@@ -65,10 +66,26 @@ def drawn_trial(seed: int, adapter: EngineAdapter, *, clean: bool) -> Trial:
         max_num_batched_tokens=budget,
         max_num_seqs=min(settings.max_num_seqs, budget),  # every engine decodes one token each
     )
-    trial = random_trial(
-        seed, adapter, model="exact", max_requests=6, max_tokens=24, settings=settings
-    )
+    if source.random() < _AIMED:
+        trial = _aimed(seed, adapter)
+    else:
+        trial = random_trial(
+            seed, adapter, model="exact", max_requests=6, max_tokens=24, settings=settings
+        )
     return _with_room(trial, adapter) if clean else trial
+
+
+def _aimed(seed: int, adapter: EngineAdapter) -> Trial:
+    """A trial whose settings are drawn, and aimed, with it."""
+    trial = random_trial(seed, adapter, model="exact", max_requests=6, max_tokens=24)
+    drafts = (trial.settings.speculative_config or {}).get("num_speculative_tokens", 0)
+    budget = max(trial.settings.max_num_batched_tokens, 1 + drafts)
+    settings = msgspec.structs.replace(
+        trial.settings,
+        max_num_batched_tokens=budget,
+        max_num_seqs=min(trial.settings.max_num_seqs, budget),
+    )
+    return msgspec.structs.replace(trial, settings=settings)
 
 
 def _with_room(trial: Trial, adapter: EngineAdapter) -> Trial:

@@ -53,7 +53,12 @@ class PriorityChanged(Event, frozen=True):
 
 
 class CacheReset(Event, frozen=True):
-    """Cached content was to be forgotten, and the engine did not decline."""
+    """Cached content was to be forgotten, and the engine did not decline.
+
+    `running`: all that ran were to be preempted for it.
+    """
+
+    running: bool = False
 
 
 class Scheduled(Event, frozen=True):
@@ -372,6 +377,10 @@ COUNTER_NAMES = (
     "num_copied_blocks",
     "num_swapped_out_blocks",
     "num_swapped_in_blocks",
+    # Present numbers rather than totals.
+    "num_running_requests",
+    "num_used_blocks",
+    "num_waiting_requests",
 )
 
 

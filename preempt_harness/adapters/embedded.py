@@ -40,7 +40,7 @@ class EmbeddedAdapter:
     """Adapter "embedded"."""
 
     name = "embedded"
-    capabilities = protocol.CAPABILITIES
+    capabilities = protocol.CAPABILITIES - {protocol.QUEUE_ORDER}  # victims keep their places
     models: tuple[str, ...] = (
         "exact",
         "tiny-llama",
@@ -269,12 +269,12 @@ class EmbeddedSession:
     def reset_prefix_cache(self) -> None:
         """Forget cached content."""
         self.llm.reset_prefix_cache()
-        self._observer.cache_reset(self.llm.scheduler.next_step_id)
+        self._observer.cache_reset(self.llm.scheduler.next_step_id, running=False)
 
     def reset_running_requests(self) -> None:
         """Preempt all that run, then forget cached content."""
         self.llm.reset_prefix_cache(reset_running_requests=True)
-        self._observer.cache_reset(self.llm.scheduler.next_step_id)
+        self._observer.cache_reset(self.llm.scheduler.next_step_id, running=True)
 
     def set_priority(self, request: str, priority: int) -> None:
         """Give an unfinished request another priority."""

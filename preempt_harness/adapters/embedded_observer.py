@@ -115,9 +115,9 @@ class RecordingObserver(EngineObserver):
     def priority_changed(self, step_id: int, request_id: str, priority: int) -> None:
         self._add(record.PriorityChanged(step=step_id, request=request_id, priority=priority))
 
-    def cache_reset(self, step_id: int) -> None:
+    def cache_reset(self, step_id: int, *, running: bool) -> None:
         """Not the engine's to tell: it was asked to forget."""
-        self._add(record.CacheReset(step=step_id))
+        self._add(record.CacheReset(step=step_id, running=running))
 
     def scheduled(self, step_id: int, key: SequenceKey, start: int, end: int) -> None:
         self._add(record.Scheduled(step_id, self._names[key], start, end))

@@ -34,19 +34,20 @@ class NanoVllmSchedulerAdapter(ExactModelAdapter):
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """Chunked prefill came with a commit of April 2026."""
+        """Chunked prefill came with a commit of April 2026, and a cache that keeps what it can."""
         able = {
             protocol.STEPPED,
             protocol.PREEMPT,
             protocol.HOLD_BLOCKS,
             protocol.RECOMPUTE,
             protocol.PREFIX_CACHING,
+            protocol.QUEUE_ORDER,
             protocol.TENSOR_PARALLEL,
             protocol.INLINE_RANKS,  # always
             protocol.EOS,
         }
         if chunks_prompts():
-            able.add(protocol.CHUNKED_PREFILL)
+            able |= {protocol.CHUNKED_PREFILL, protocol.KEEPS_FREED_BLOCKS}
         return frozenset(able)
 
     def admission_model(self, settings: EngineSettings) -> AdmissionModel:

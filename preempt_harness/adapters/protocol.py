@@ -33,6 +33,9 @@ CHUNKED_PREFILL = "chunked_prefill"
 MIXED_STEPS = "mixed_steps"  # a step decodes and prefills, each request as far as the budget goes
 STRICT_ORDER = "strict_order"  # by priority and arrival: who is let in, who keeps its blocks
 KEEPS_FREED_BLOCKS = "keeps_freed_blocks"  # found until handed out, ends of prefixes first
+QUEUE_ORDER = "queue_order"  # the last let in loses its blocks first and waits in front of all
+EVICTS_FOR_URGENT = "evicts_for_urgent"  # who waits takes the blocks of less urgent requests
+DRAFTS_LAST = "drafts_last"  # no request loses its blocks, or waits, for a draft
 SAMPLING = "sampling"  # temperature, top-k, top-p, seed
 LOGPROBS = "logprobs"
 STOP_STRINGS = "stop_strings"
@@ -81,6 +84,9 @@ CAPABILITIES = frozenset(
         MIXED_STEPS,
         STRICT_ORDER,
         KEEPS_FREED_BLOCKS,
+        QUEUE_ORDER,
+        EVICTS_FOR_URGENT,
+        DRAFTS_LAST,
         SAMPLING,
         LOGPROBS,
         STOP_STRINGS,

@@ -207,6 +207,10 @@ class Log:
         self.pool_changed = True
         self.add(record.Finished(self.step, name, reason))
 
+    def cache_reset(self, *, running: bool) -> None:
+        """The engine says that it has forgotten cached content."""
+        self.add(record.CacheReset(self.step, running=running))
+
     def aborted(self, name: str) -> None:
         """A request was given up from outside."""
         self.tracks[name].finish_reason = "abort"

@@ -162,6 +162,7 @@ def make_scheduler(config: Any, settings: EngineSettings) -> Any:
         ),
         structured_output_manager=names.StructuredOutputManager(config),
         block_size=settings.block_size,
+        log_stats=True,
     )
     if not scheduler.use_v2_model_runner:
         raise VllmVersionError(

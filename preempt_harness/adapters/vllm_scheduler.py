@@ -38,6 +38,8 @@ class VllmSchedulerAdapter(ExactModelAdapter):
             protocol.PREFIX_CACHING,
             protocol.CHUNKED_PREFILL,
             protocol.MIXED_STEPS,
+            protocol.QUEUE_ORDER,
+            protocol.KEEPS_FREED_BLOCKS,
             protocol.BLOCK_SIZE,
             protocol.WATERMARK,
             protocol.MAX_MODEL_LEN,

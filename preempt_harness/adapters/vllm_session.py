@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
+import msgspec
+
 from preempt_harness import record
 from preempt_harness.adapters.exact_workers import END_TOKEN_ID, VOCAB_SIZE, ExactWorkers
 from preempt_harness.adapters.protocol import EngineSettings, SessionInfo
@@ -58,6 +60,7 @@ class VllmSession(SchedulerSession):
         self._watch = SchedulerWatch(self._scheduler, self._log)
         self._requests: dict[str, Any] = {}
         self._refused: dict[str, str] = {}
+        self._num_cached: dict[str, int] = {}  # by the engine's own word, with the first output
         self._in_flight: deque[tuple[int, Launched]] = deque()
         self._drafts_wait = num_drafts > 0 and not settings.async_scheduling
         self._forced: set[str] = set()
@@ -80,7 +83,7 @@ class VllmSession(SchedulerSession):
             vocab_size=VOCAB_SIZE,
             eos_token_ids=[END_TOKEN_ID],
             versions={"python": platform.python_version(), "vllm": version("vllm")},
-            observed=list(OBSERVED),
+            observed=[*OBSERVED, "CacheReset", "Counters"],
             batch_invariant=True,
             max_total_tokens=self._max_model_len,
         )
@@ -106,6 +109,12 @@ class VllmSession(SchedulerSession):
                 list(self._requests[name].output_token_ids) if name in self._requests else []
             )
         )
+        for name, request in self._requests.items():
+            results[name] = msgspec.structs.replace(
+                results[name],
+                num_cached_tokens=self._num_cached.get(name),
+                num_preemptions=request.num_preemptions,
+            )
         for name, why in self._refused.items():
             results[name] = RequestResult(outputs=[], finished=True, error=why)
         return results
@@ -137,14 +146,16 @@ class VllmSession(SchedulerSession):
 
     def reset_prefix_cache(self) -> None:
         """Forget cached content; vLLM declines while blocks are in use."""
-        self._scheduler.reset_prefix_cache()
+        if self._scheduler.reset_prefix_cache():
+            self._log.cache_reset(running=False)
 
     def reset_running_requests(self) -> None:
         """Preempt all that run, then forget cached content. Held blocks would forbid it."""
         held = self._watch.num_held
         self.hold_blocks(0)
         self._watch.reason = "forced"
-        self._scheduler.reset_prefix_cache(reset_running_requests=True)
+        if self._scheduler.reset_prefix_cache(reset_running_requests=True):
+            self._log.cache_reset(running=True)
         self._watch.reason = "out_of_blocks"
         self.hold_blocks(held)
 
@@ -225,8 +236,11 @@ class VllmSession(SchedulerSession):
             log.add(event)
         ends = []
         for group in outputs.values():
+            self._watch.count(group.scheduler_stats)
             for output in group.outputs:
                 log.delivered(output.request_id, output.new_token_ids)
+                if output.prefill_stats is not None:
+                    self._num_cached[output.request_id] = output.prefill_stats.num_cached_tokens
                 if output.finish_reason is not None:
                     ends.append((output.request_id, str(output.finish_reason)))
         for event in freed:

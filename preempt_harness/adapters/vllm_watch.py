@@ -30,6 +30,7 @@ class SchedulerWatch:
         self._pool = self._kv.block_pool
         self._log = log
         self._held: list[Any] = []
+        self._num_found = 0
         wrap(scheduler, "_preempt_request", self._preempt)
         wrap(self._kv, "allocate_slots", self._allocate)
         wrap(self._kv, "free", self._free)
@@ -87,6 +88,21 @@ class SchedulerWatch:
             ],
             running=[request.request_id for request in scheduler.running],
         )
+        num_running, num_waiting = scheduler.get_request_counts()
+        num_own = pool.num_gpu_blocks - 1  # without the null block, as the engine counts
+        values = {
+            # What the engine has told so far, and what it will tell of steps under way.
+            "num_cached_tokens": self._num_found + self._kv.prefix_cache_stats.hits,
+            "num_running_requests": num_running,
+            "num_used_blocks": round(scheduler.get_kv_cache_usage() * num_own),
+            "num_waiting_requests": num_waiting,
+        }
+        log.add(record.Counters(log.step, values))
+
+    def count(self, stats: Any) -> None:
+        """Take in what the engine says of a step; its figures of the cache are since the last."""
+        if stats is not None:
+            self._num_found += stats.prefix_cache_stats.hits
 
     # Listeners ----------------------------------------------------------------------------------
 

@@ -60,7 +60,6 @@ class _Resets:
     def __init__(self, trace: Trace) -> None:
         self.listing = Listing()
         self._size = trace.header.block_size
-        self._kinds = iter(_resets_asked_for(trace))
         self._written_in: dict[int, int] = {}  # block -> step
         self._host_written_in: dict[int, int] = {}
         self._reset_in: int | None = None
@@ -93,7 +92,7 @@ class _Resets:
 
     def _reset(self, event: CacheReset) -> None:
         self._reset_in = event.step
-        if next(self._kinds, "") == "reset_running_requests":
+        if event.running:
             self._running_reset_in = event.step
             self._kept = set(self._running)
         self.listing.count("resets judged")
@@ -152,12 +151,6 @@ class _Resets:
                     once=event.seq,
                 )
         own.update(event.blocks)
-
-
-def _resets_asked_for(trace: Trace) -> list[str]:
-    """Kinds of the workload's resets, in the order in which they are carried out."""
-    operations = sorted(trace.workload.operations, key=lambda item: item.step)
-    return [item.kind for item in operations if item.kind.startswith("reset")]
 
 
 def _move(

@@ -266,7 +266,7 @@ class _Hits:
             chain = self._chain(seq)
             for index in range(first, min(stop, len(chain), len(lease.blocks))):
                 block, last = lease.blocks[index], (index + 1) * self._size - 1
-                self._content[block] = (chain[index], rows.step + (last - start) // length)
+                self._content[block] = (chain[index], rows.step + max(0, last - start) // length)
                 self._places[chain[index]].add(block)
                 if index:
                     self._built_on[chain[index - 1]].add(chain[index])

@@ -1,10 +1,10 @@
 """Work: nobody waits beside room, goes without need, or comes without room.
 
-Drafts are a gamble: what they take of a step counts as room, and who loses blocks for them loses
-them in vain.
+Drafts are a gamble: of engines that promise `drafts_last`, what they take of a step counts as room,
+and who loses blocks for them loses them in vain.
 
-For engines that promise `strict_order`, since only then the next is known. Room is counted on the
-safe side, with what the log tells of the step:
+For engines that promise an order (`_service_order`), since only then the next is known. Room is
+counted on the safe side, with what the log tells of the step:
 
 - blocks that were free after the step before, less all that were handed out in this one; it takes
   those for all its known tokens but what it is certain to share with running requests, beside
@@ -12,9 +12,10 @@ safe side, with what the log tells of the step:
 - tokens of the budget that nobody used;
 - places by `max_num_seqs`, one for each branch that had not ended before the step.
 
-Where an engine schedules by priority (`scheduling_policy`), the next is also let in at the cost of
-less urgent ones. That is judged when it waits for a second step, since swapped blocks come free a
-step late.
+Where an engine schedules by priority (`scheduling_policy`) and promises `evicts_for_urgent`, the
+next is also let in at the cost of less urgent ones. That is judged when it waits for a second step,
+since swapped blocks come free a step late. Where prefills and decodes share no step, a prompt may
+have to fit in what others leave of the budget.
 
 A step with a preemption, an action of the plan or withheld blocks admits nobody for good reasons,
 and one in which a running request computes nothing lacks blocks for it. Who is swapped out needs
@@ -27,12 +28,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from preempt_harness.checks._progress_precedence import promises_order
+from preempt_harness.checks._service_order import next_waiting, promises_order, service_order
 from preempt_harness.checks._work_draft_room import DraftRoom
 from preempt_harness.checks._work_hits import certain_hits, shares_blocks
 from preempt_harness.checks.drafts import has_drafts
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
-from preempt_harness.checks.progress import steps_ahead
+from preempt_harness.checks.progress import mixes_steps, num_withheld, steps_ahead
 from preempt_harness.checks.steady import IdleSteps, SteadySteps
 from preempt_harness.checks.tables import TABLE_EVENTS, SchedulerTables, TableEvent, num_blocks_for
 from preempt_harness.checks.trace import DeliveredRows, ScheduledRows, Trace
@@ -41,6 +42,7 @@ from preempt_harness.record import (
     Arrived,
     BlocksAllocated,
     BlocksFreed,
+    CacheReset,
     EngineError,
     Finished,
     Header,
@@ -51,10 +53,20 @@ from preempt_harness.record import (
     TokensChosen,
 )
 
+EVICTS_FOR_URGENT = "evicts_for_urgent"
+DRAFTS_LAST = "drafts_last"
+"""The capabilities, as a record's header lists them."""
+
 
 def admits_when_it_can(header: Header) -> bool:
     """Whether an engine of this configuration is held to it."""
     return promises_order(header) and not steps_ahead(header)
+
+
+def _evicts_for_the_urgent(header: Header) -> bool:
+    """Whether who waits takes the blocks of the less urgent."""
+    by_priority = header.config.get("scheduling_policy") == "priority"
+    return by_priority and EVICTS_FOR_URGENT in header.capabilities
 
 
 def check_idle(trace: Trace) -> CheckResult:
@@ -64,6 +76,7 @@ def check_idle(trace: Trace) -> CheckResult:
         SteadySteps,
         IdleSteps,
         Arrived,
+        CacheReset,
         *TABLE_EVENTS,
         EngineError,
         Preempted,
@@ -106,16 +119,17 @@ class _Idle:
         self._specs = trace.specs
         self._header = trace.header
         self._tables = SchedulerTables()
-        self._num_arrived = 0
-        self._precedence: dict[str, tuple[int, int]] = {}
+        self._order = service_order(trace.header)
         self._waiting: dict[str, int] = {}  # request -> blocks for all its known tokens
+        self._known: dict[str, int] = {}  # of who waits
         self._victims: set[str] = set()  # their branches have no blocks, and have not ended
         self._swapped: set[str] = set()
         self._ended: Counter[str] = Counter()  # branches
         self._pool: PoolCounts | None = None  # after the step before
         self._may_share: list[_Wait] = []  # there was room but for what they may share
         self._kept_out = ""  # who was the next in the step before, if evictions had let it in
-        self._drafts = DraftRoom(trace.header) if has_drafts(trace.header) else None
+        drafts_last = has_drafts(trace.header) and DRAFTS_LAST in trace.header.capabilities
+        self._drafts = DraftRoom(trace.header) if drafts_last else None
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -147,28 +161,29 @@ class _Idle:
         elif isinstance(event, TableEvent):
             self._take_blocks(event)
         elif isinstance(event, Arrived):
-            self._precedence[event.request] = event.priority, self._num_arrived
-            self._num_arrived += 1
+            self._order.take(event)
+            self._known[event.request] = len(event.prompt_token_ids)
             self._waiting[event.request] = self._blocks(len(event.prompt_token_ids))
         elif isinstance(event, Preempted):
             if event.reason == "priority":
                 self._judge_eviction(event)
             elif event.reason == "out_of_blocks":
                 self._short.append(event.request)
+            self._order.take(event)
             self._is_excused = True
             self._is_disturbed |= event.reason != "priority"
             self._victims.add(event.request)
             num_branches = self._num_branches(event.request)
+            self._known[event.request] = event.num_tokens
             self._waiting[event.request] = self._blocks(event.num_tokens) + num_branches - 1
             if event.mode == "swap":
                 self._swapped.add(event.request)
             else:
                 self._swapped.discard(event.request)
-        elif isinstance(event, PriorityChanged):
-            if event.request in self._precedence:
-                arrival = self._precedence[event.request][1]
-                self._precedence[event.request] = event.priority, arrival
+        elif isinstance(event, PriorityChanged | CacheReset):
+            self._order.take(event)
         elif isinstance(event, Finished | Aborted):
+            self._order.take(event)
             self._waiting.pop(event.request, None)
         else:  # an action of the plan, or an error
             self._is_excused = self._is_disturbed = True
@@ -178,6 +193,7 @@ class _Idle:
         if isinstance(event, BlocksAllocated):
             self._num_taken += len(event.blocks)
             request = request_of(event.seq)
+            self._order.admit(request)
             if self._waiting.pop(request, None) is not None:
                 others = {request_of(seq) for seq in self._tables.leases} - {request}
                 self._admissions.append((event, len(others), len(self._tables.refs)))
@@ -200,9 +216,10 @@ class _Idle:
 
     def _end_step(self, step: int, pool: PoolCounts) -> None:
         before, self._pool = self._pool, pool
-        if not self._is_disturbed and before is not None and not before.held and not pool.held:
+        withheld = any(num_withheld(self._header, item) for item in (before, pool) if item)
+        if not self._is_disturbed and before is not None and not withheld:
             self._judge_admissions(pool)
-        excused = self._is_excused or before is None or before.held or pool.held
+        excused = self._is_excused or before is None or withheld
         kept_out = ""
         if not excused and self._waiting and before is not None:
             kept_out = self._judge(step, before)
@@ -214,9 +231,13 @@ class _Idle:
 
     def _judge(self, step: int, before: PoolCounts) -> str:
         """Returns the next in the queue if it waits only for the less urgent."""
-        request = min(self._waiting, key=self._precedence.__getitem__)
+        request = next_waiting(self._order)
         holding = {request_of(seq) for seq in self._tables.leases}
-        if request in self._swapped:
+        if (
+            request is None
+            or request in self._swapped
+            or self._waiting.keys() - self._order.waiting
+        ):
             return ""
         if not holding - self._computing:
             self._judge_wait(step, request, before)
@@ -233,7 +254,7 @@ class _Idle:
         budget, most = config.get("max_num_batched_tokens"), config.get("max_num_seqs")
         if not isinstance(budget, int) or not isinstance(most, int) or places > most:
             return
-        if self._num_tokens < budget:
+        if self._num_tokens + self._least_chunk(request) <= budget:
             wait = _Wait(
                 step,
                 request,
@@ -250,7 +271,8 @@ class _Idle:
         drafts = self._drafts
         if drafts is None or self._admissions:  # they leave room for one
             return
-        if self._num_tokens - drafts.num_tokens < budget and (
+        num_known = self._num_tokens - drafts.num_tokens
+        if num_known + self._least_chunk(request) <= budget and (
             num_blocks <= num_free + drafts.num_blocks
         ):
             self.listing.report(
@@ -284,16 +306,26 @@ class _Idle:
             if wait.num_blocks - num_shared <= wait.num_free:
                 self._report_wait(wait, num_shared)
 
+    def _least_chunk(self, request: str) -> int:
+        """Tokens of it that a step with others takes in at least.
+
+        Where drafts may come first, a step may keep tokens for a run of them.
+        """
+        if self._computing and not mixes_steps(self._header):
+            return self._known[request]
+        return 1 if self._drafts is not None else 1 + self._num_drafts
+
     def _is_kept_out(self, request: str, holding: set[str], before: PoolCounts) -> bool:
         """Whether there is room for it if all that are less urgent go.
 
         Each branch of the others may take a block more, one for a copy and one until swapped blocks
         are free, and a run of drafts.
         """
-        config, priority = self._header.config, self._precedence[request][0]
-        less_urgent = {name for name in holding if self._precedence[name][0] > priority}
+        config, (priority, _) = self._header.config, self._order.waiting[request]
+        running = self._order.running
+        less_urgent = {name for name in holding if name in running and running[name][0] > priority}
         most = config.get("max_num_seqs")
-        if not less_urgent or config.get("scheduling_policy") != "priority":
+        if not less_urgent or not _evicts_for_the_urgent(self._header):
             return False
         others = (holding | self._computing) - less_urgent
         kept: set[int] = set()
@@ -303,9 +335,7 @@ class _Idle:
         num_free = before.free + before.cached + len(given - kept) - self._num_taken
         num_branches = sum(map(self._num_branches, others))
         num_blocks = self._waiting[request] + self._num_spare(request) + 3 * num_branches
-        num_drafts = config.get("num_speculative_tokens", 0)
-        assert isinstance(num_drafts, int)
-        num_blocks += num_branches * self._blocks(num_drafts)
+        num_blocks += num_branches * self._blocks(self._num_drafts)
         places = self._num_branches(request) + num_branches
         return isinstance(most, int) and places <= most and num_blocks <= num_free
 
@@ -317,7 +347,7 @@ class _Idle:
                 Code.PROG_ORDER,
                 step,
                 f"it waits for the second step in which less urgent requests run, whose blocks and "
-                f"places would do for it (priority {self._precedence[request][0]})",
+                f"places would do for it (priority {self._order.waiting[request][0]})",
                 once=request,
                 request=request,
             )
@@ -328,9 +358,10 @@ class _Idle:
         What is still to be copied to the host counts as left.
         """
         watermark = self._num_watermark_blocks()
+        num_reserved = pool.held - num_withheld(self._header, pool)
         for event, num_others, num_used in self._admissions:
             self.listing.count("admissions judged")
-            num_left = pool.num_blocks - num_used
+            num_left = pool.num_blocks - num_used - num_reserved
             if num_others and num_left < watermark:
                 request = request_of(event.seq)
                 self.listing.report(
@@ -363,9 +394,11 @@ class _Idle:
         before it gave up is room, unless it is still to be copied to the host.
         """
         before, most = self._pool, self._header.config.get("max_num_seqs")
-        if self._is_disturbed or before is None or before.held or not self._waiting:
+        newcomer = next_waiting(self._order)
+        if self._is_disturbed or before is None or newcomer is None:
             return
-        newcomer = min(self._waiting, key=self._precedence.__getitem__)
+        if num_withheld(self._header, before):
+            return
         running = {request_of(seq) for seq in self._tables.leases}
         num_branches = sum(map(self._num_branches, running))
         places = self._num_branches(newcomer) + num_branches
@@ -386,10 +419,14 @@ class _Idle:
 
     def _num_spare(self, request: str) -> int:
         """Blocks that an admission beside others leaves free, at most."""
-        drafts = self._header.config.get("num_speculative_tokens", 0)
-        assert isinstance(drafts, int)
-        num_blocks = self._num_watermark_blocks()
-        return num_blocks + (self._num_branches(request) * self._blocks(drafts) if drafts else 0)
+        num_blocks = self._num_branches(request) * self._blocks(self._num_drafts)
+        return self._num_watermark_blocks() + num_blocks
+
+    @property
+    def _num_drafts(self) -> int:
+        number = self._header.config.get("num_speculative_tokens", 0)
+        assert isinstance(number, int)
+        return number
 
     def _num_watermark_blocks(self) -> int:
         watermark = self._header.config.get("watermark", 0)

@@ -6,36 +6,31 @@ token.
 
 Known tokens are the prompt and what was delivered, or chosen for a beam, before the step. Of a
 request of several branches some may wait for each other: one that computes nothing is not judged,
-one that computes something is. Nor is a step with a preemption, an action of the plan, an error or
-withheld blocks. For engines of which `admits_when_it_can` and that mix prefills
-and decodes, as others have reasons of their own to wait.
+one that computes something is. Nor is a step with a forced preemption, an action of the plan, an
+error or withheld blocks. Where prefills and decodes share no step, only steps that decode are
+judged, and who has nothing but its newest token left to compute. For engines of which
+`admits_when_it_can`, as others have reasons of their own to wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from preempt_harness.checks._work_idle import admits_when_it_can
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
-from preempt_harness.checks.progress import mixes_steps
+from preempt_harness.checks.progress import mixes_steps, num_withheld
 from preempt_harness.checks.steady import IdleSteps, SteadySteps
 from preempt_harness.checks.tables import TABLE_EVENTS, SchedulerTables, TableEvent
 from preempt_harness.checks.trace import DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
     Arrived,
+    BlocksFreed,
     EngineError,
     Forked,
-    Header,
     PlanApplied,
     PoolCounts,
     Preempted,
     TokensChosen,
 )
-
-
-def computes_when_it_can(header: Header) -> bool:
-    """Whether an engine of this configuration is held to it."""
-    return admits_when_it_can(header) and mixes_steps(header)
 
 
 def check_standstill(trace: Trace) -> CheckResult:
@@ -65,7 +60,9 @@ class _Standstill:
         self.listing = Listing()
         self._header = trace.header
         self._tables = SchedulerTables()
+        self._mixes_steps = mixes_steps(trace.header)
         self._known: dict[str, int] = {}  # sequence -> tokens
+        self._decoding: set[str] = set()  # sequences that got a token since they got blocks
         self._single = {
             f"{name}.0" for name, spec in trace.specs.items() if spec.sampling.num_sequences == 1
         }
@@ -98,8 +95,10 @@ class _Standstill:
             self._tables.follow(event)
             if isinstance(event, Forked):
                 self._known[event.child] = self._known.get(event.parent, 0)
-        else:  # a preemption, an action of the plan, or an error
-            self._is_excused = True
+            elif isinstance(event, BlocksFreed):
+                self._decoding.discard(event.seq)
+        elif not isinstance(event, Preempted) or event.reason == "forced":
+            self._is_excused = True  # by the plan, or an error
 
     def _take_rows(self, seqs: Iterable[str], ends: Iterable[int], num_tokens: int) -> None:
         self._num_tokens += num_tokens
@@ -115,11 +114,20 @@ class _Standstill:
     def _end_step(self, step: int, pool: PoolCounts) -> None:
         budget = self._header.config.get("max_num_batched_tokens")
         has_tokens = isinstance(budget, int) and self._num_tokens < budget
-        if has_tokens and not self._is_excused and not pool.held:
+        self._is_excused |= bool(num_withheld(self._header, pool))
+        others_go = self._mixes_steps or self._only_decodes()
+        if has_tokens and others_go and not self._is_excused:
             self._judge(step, f"{self._num_tokens} of {budget}")
+        self._decoding.update(seq for seq, _ in self._delivered if seq in self._tables.leases)
         for seq, num_tokens in self._delivered:
             self._known[seq] = self._known.get(seq, 0) + num_tokens
         self._begin_step()
+
+    def _only_decodes(self) -> bool:
+        """Whether no row is of a prefill, and there is a place for another."""
+        most = self._header.config.get("max_num_seqs")
+        has_place = isinstance(most, int) and len(self._ends) < most
+        return has_place and self._ends.keys() <= self._decoding
 
     def _judge(self, step: int, computed: str) -> None:
         for seq, lease in self._tables.leases.items():
@@ -127,6 +135,8 @@ class _Standstill:
             has_room = known <= len(lease.blocks) * self._header.block_size
             if not has_room or not (seq in self._single or seq in self._ends):
                 continue
+            if not self._mixes_steps and seq not in self._decoding:
+                continue  # it is to be prefilled
             self.listing.count("running judged")
             if end < known:
                 what = f"up to position {end} only" if seq in self._ends else "nothing"

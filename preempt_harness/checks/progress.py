@@ -12,11 +12,11 @@ it lost is computed while the others stand still.
     steps <= last arrival + sum_r (t_r + O_r + 2) + preemptions * (max_r t_r + 2) + exempt
     K      = sum_r (t_r + 2) + 2      in so many steps somebody gets further than ever before
 
-Steps in which the harness holds blocks are exempt. A forced preemption starts K anew. With d steps
-decided ahead of the one that runs, each 2 above is 2 + 2d. A step that is decided ahead counts on
-all drafts under way; where these would reach the longest length L that a request may have, it may
-have to wait for what becomes of them. With k drafts that concerns the tokens behind L - d (k + 1),
-each of which then costs d steps more.
+Steps in which the harness holds blocks are exempt. A preemption that is forced, or happens in them,
+starts K anew. With d steps decided ahead of the one that runs, each 2 above is 2 + 2d. A step that
+is decided ahead counts on all drafts under way; where these would reach the longest length L that a
+request may have, it may have to wait for what becomes of them. With k drafts that concerns the
+tokens behind L - d (k + 1), each of which then costs d steps more.
 """
 
 from __future__ import annotations
@@ -188,7 +188,6 @@ def steps_with_held_blocks(trace: Trace) -> set[int]:
     What the engine keeps for itself, such as a null block, is always held. Blocks stay held until
     another number is told: of a step in which nothing could be run, none may be.
     """
-    own = trace.header.config.get("reserved_blocks", 0)
     exempt: set[int] = set()
     held_from: int | None = None
     for event in trace.of(PoolCounts, SteadySteps, IdleSteps):
@@ -198,10 +197,17 @@ def steps_with_held_blocks(trace: Trace) -> set[int]:
         if held_from is not None:
             exempt.update(range(held_from, event.step))
         held_from = None
-        if pool.held > own:
+        if num_withheld(trace.header, pool):
             exempt.update(range(event.step, last + 1))
             held_from = last + 1
     return exempt
+
+
+def num_withheld(header: Header, pool: PoolCounts) -> int:
+    """Blocks that the harness holds: without those that the engine keeps for itself."""
+    own = header.config.get("reserved_blocks", 0)
+    assert isinstance(own, int)
+    return max(0, pool.held - own)
 
 
 def steps_ahead(header: Header) -> int:
@@ -238,7 +244,7 @@ def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
         elif drafts and isinstance(event, DeliveredRows):
             rises = True  # how many of a step's tokens were known is not always told in time
         elif type(event) in _BEGINNINGS:
-            rises = _begins_anew(event, live)
+            rises = _begins_anew(event, live, exempt)
         if rises or not live:
             stalled.clear()
             last = event.last_step if isinstance(event, _SEVERAL_STEPS) else event.step
@@ -274,14 +280,17 @@ def _moves(steps: SteadySteps | IdleSteps, high_water: Mapping[str, int]) -> boo
     )
 
 
-def _begins_anew(event: Folded, live: dict[str, None]) -> bool:
-    """Whether the event begins the count of stalled steps anew; keeps the live requests."""
+def _begins_anew(event: Folded, live: dict[str, None], exempt: set[int]) -> bool:
+    """Whether the event begins the count of stalled steps anew; keeps the live requests.
+
+    What a squeeze takes is forced as well.
+    """
     if isinstance(event, Arrived):
         live[event.request] = None
     elif isinstance(event, (Finished, Aborted)):
         live.pop(event.request, None)
     else:
-        return isinstance(event, Preempted) and event.reason == "forced"
+        return isinstance(event, Preempted) and (event.reason == "forced" or event.step in exempt)
     return True
 
 

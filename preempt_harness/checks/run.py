@@ -12,15 +12,19 @@ from dataclasses import dataclass, field
 from preempt_harness.admission import Simulation
 from preempt_harness.checks import (
     _accounting_counters,
+    _accounting_gauges,
     _accounting_pool,
     _accounting_reset,
     _accounting_schedule,
     _accounting_worker,
     _delivery_texts,
     _progress_precedence,
+    _service_order,
     _work_drafts,
     _work_hits,
     _work_idle,
+    _work_needless,
+    _work_overrun,
     _work_standstill,
     _work_swap,
     crash,
@@ -199,6 +203,12 @@ PARTS = (
     ),
     Part(
         check="accounting",
+        part="gauges",
+        needs=frozenset({"Counters", "PoolState"}),
+        judge=_plain(_accounting_gauges.check_gauges),
+    ),
+    Part(
+        check="accounting",
         part="worker view",
         needs=frozenset({"Scheduled", "Computed", "StepDone"}),
         judge=_plain(_accounting_worker.check_worker_view),
@@ -248,7 +258,7 @@ PARTS = (
         check="progress",
         part="precedence",
         needs=frozenset({"Arrived", "BlocksAllocated", "Finished", "Preempted"}),
-        applies=_progress_precedence.promises_order,
+        applies=_service_order.promises_order,
         judge=_plain(_progress_precedence.check_precedence),
     ),
     Part(check="progress", part="ends", judge=_plain(progress.check_ends)),
@@ -295,7 +305,7 @@ PARTS = (
                 *("Scheduled", "TokensDelivered"),
             }
         ),
-        applies=_work_standstill.computes_when_it_can,
+        applies=_work_idle.admits_when_it_can,
         judge=_plain(_work_standstill.check_standstill),
     ),
     Part(
@@ -342,6 +352,20 @@ PARTS = (
         ),
         applies=_work_hits.shares_blocks,
         judge=_plain(_work_hits.check_hits),
+    ),
+    Part(
+        check="work",
+        part="needless victims",
+        needs=frozenset({"BlocksAllocated", "BlocksFreed", "Preempted", "StepLaunched"}),
+        applies=_work_needless.takes_victims_in_turn,
+        judge=_plain(_work_needless.check_needless),
+    ),
+    Part(
+        check="work",
+        part="overrun",
+        needs=frozenset({"Scheduled"}),
+        applies=_work_overrun.counts_tokens,
+        judge=_plain(_work_overrun.check_overrun),
     ),
 )
 

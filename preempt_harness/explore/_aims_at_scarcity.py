@@ -124,6 +124,47 @@ def all_out(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aime
     )
 
 
+def crowd(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
+    """Many short requests that grow at once, in a pool for some of them, and some are given up."""
+    settings = small_blocks(source, trial.settings, adapter)
+    settings = msgspec.structs.replace(
+        settings,
+        max_num_seqs=source.choice((2, 3, 8, 8)),
+        max_num_batched_tokens=max(64, settings.max_num_batched_tokens),
+    )
+    size = settings.block_size
+    workload = with_company(trial.workload, source.randint(5, 8))
+    most = 2 if protocol.PRIORITY in adapter.capabilities else 0
+    requests = []
+    for request in workload.requests:
+        sampling = msgspec.structs.replace(
+            request.sampling, max_tokens=source.randint(1, 6) * size + 1, min_tokens=0
+        )
+        requests.append(
+            msgspec.structs.replace(
+                request,
+                prompt_token_ids=request.prompt_token_ids[: source.randint(1, 2 * size + 1)],
+                arrival_step=source.randint(0, 4),
+                priority=source.randint(0, most),
+                sampling=sampling,
+            )
+        )
+    workload = Workload(requests=in_order_of_arrival(requests))
+    if protocol.ABORT in adapter.capabilities:
+        given_up = source.sample([request.id for request in requests], source.randint(0, 3))
+        steps = 4 + 2 * horizon(workload)
+        workload.operations.extend(
+            Operation(kind="abort", step=source.randint(2, steps), request=name)
+            for name in given_up
+        )
+    blocks = sum((item.num_prompt_tokens + item.sampling.max_tokens) // size for item in requests)
+    return Aimed(
+        settings=settings,
+        workload=workload,
+        num_spare_blocks=blocks // source.choice((2, 3, 4, 8)),
+    )
+
+
 def _calm_and_urgent(source: random.Random, workload: Workload, block_size: int) -> Workload:
     """Some have time, come first and stay long; others are urgent and come meanwhile."""
     horizon = 4 + max(request.sampling.max_tokens for request in workload.requests) // 2

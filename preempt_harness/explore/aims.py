@@ -12,6 +12,8 @@
     own drafts   the target drafts for itself, while blocks are copied, swapped and computed anew
     under way    requests swapped out while drafts of theirs are under way
     old content  a cache reset while somebody with a text that others come with later runs or waits
+    crowd        many requests that grow at once in a pool for some, of engines whose victims are
+                 the last that were let in: by priority that may be anybody
     same text    prompts of one text, cut into chunks, whose readers lose their blocks on the way
     begun alike  more and less urgent ones of one beginning, or decided ahead, in little room
 
@@ -30,7 +32,7 @@ from preempt_harness.adapters.protocol import EngineAdapter, KnowsOutputs
 from preempt_harness.explore._aimed import Aimed
 from preempt_harness.explore._aims_at_moves import own_drafts, under_way
 from preempt_harness.explore._aims_at_outputs import followers, limits
-from preempt_harness.explore._aims_at_scarcity import all_out, both_ways, ends, want
+from preempt_harness.explore._aims_at_scarcity import all_out, both_ways, crowd, ends, want
 from preempt_harness.explore._aims_at_texts import begun_alike, old_content, same_text
 from preempt_harness.plan import PreemptionPlan
 
@@ -103,6 +105,7 @@ AIMS = {
     "all out": Aim(
         apply=all_out, needed=frozenset({protocol.STEPPED, protocol.SWAP, protocol.PREEMPT})
     ),
+    "crowd": Aim(apply=crowd, needed=frozenset({protocol.STEPPED, protocol.QUEUE_ORDER}), weight=8),
     "own drafts": Aim(
         apply=own_drafts,
         needed=frozenset({protocol.STEPPED, protocol.SPECULATION, protocol.PREEMPT}),

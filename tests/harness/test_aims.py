@@ -21,6 +21,7 @@ from preempt_harness.explore.random_trials import random_trial
 from preempt_harness.generators import random_workload
 from preempt_harness.plan import PreemptAll, PreemptionPlan, Squeeze, Step
 from preempt_harness.record import (
+    Aborted,
     BlocksAllocated,
     BlocksCopied,
     BlocksPoisoned,
@@ -284,3 +285,15 @@ def test_those_who_begin_alike_share_and_evict_each_other() -> None:
         )
     assert num_shared >= len(SEEDS) // 2
     assert num_evicted >= len(SEEDS) // 3
+
+
+def test_a_crowd_grows_in_a_pool_for_some_and_some_are_given_up() -> None:
+    num_beside = num_aborted = 0
+    for trial in aimed("crowd"):
+        record = run(trial)
+        assert len(trial.workload.requests) >= 5
+        by_need = [event for event in record.events if isinstance(event, Preempted)]
+        num_beside += len({event.request for event in by_need}) >= 2
+        num_aborted += any(isinstance(event, Aborted) for event in record.events)
+    assert num_beside >= len(SEEDS) // 3
+    assert num_aborted >= len(SEEDS) // 3

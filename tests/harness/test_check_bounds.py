@@ -246,6 +246,14 @@ def test_what_does_not(event: AnyEvent) -> None:
     assert stalled(event, last=7) == [(7, None)]
 
 
+def test_what_held_blocks_took_begins_the_count_anew() -> None:
+    given_back = msgspec.structs.replace(HELD, step=4, held=0)
+    squeezed = [HELD, lost(3, "r0", "out_of_blocks"), given_back]
+    assert stalled(*squeezed, last=9) == []
+    assert stalled(*squeezed, last=10) == [(10, None)]
+    assert stalled(HELD, given_back, last=8) == [(8, None)]
+
+
 def test_computing_the_same_again_is_no_progress() -> None:
     again = [Scheduled(step, "r0.0", 0, 8) for step in range(1, 9)]
     assert stalled(*again[:7], last=7) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from fake_engine import run_fake
@@ -27,15 +29,18 @@ from preempt_harness.record import (
 )
 
 replace = msgspec.structs.replace
+PROMISES = ("mixed_steps", "evicts_for_urgent", "drafts_last")
 CONFIG = {"max_num_batched_tokens": 8, "max_num_seqs": 4, "preemption_mode": "swap"}
 
 
-def judged(part: str, *events: Event, **config: object) -> list[Finding]:
+def judged(
+    part: str, *events: Event, promises: tuple[str, ...] = PROMISES, **config: object
+) -> list[Finding]:
     """Findings of one part of a log that consists of these events; blocks of four tokens."""
     record = run_fake(make_workload([6, 9, 7], max_tokens=4))
     record.header = replace(
         record.header,
-        capabilities=["recompute", "swap", "strict_order"],
+        capabilities=["recompute", "swap", "strict_order", *promises],
         block_size=4,
         num_blocks=8,
         config={**CONFIG, **config},
@@ -59,7 +64,7 @@ def pool(step: int, free: int, held: int = 0) -> PoolCounts:
     return PoolCounts(step, 8, free, 0, 8 - free - held, held)
 
 
-def waits(free: int, *more: Event, end: int = 6, **config: object) -> list[Finding]:
+def waits(free: int, *more: Event, end: int = 6, **config: Any) -> list[Finding]:
     """r0 runs and r1, of two blocks, waits in step 1, before which so many blocks are free."""
     return judged(
         "idle room",
@@ -91,12 +96,31 @@ def test_who_lacks_a_block_a_place_or_a_token_waits_by_right() -> None:
     assert waits(4, num_speculative_tokens=5)
 
 
+def test_a_prompt_that_is_not_mixed_in_must_fit_in_the_budget() -> None:
+    assert waits(2, promises=(), end=8, max_num_batched_tokens=9)
+    assert waits(2, promises=(), end=9, max_num_batched_tokens=9) == []
+    assert waits(2, end=9, max_num_batched_tokens=9)
+
+
+def test_blocks_that_the_engine_keeps_are_not_withheld() -> None:
+    log = [
+        arrived("r0"),
+        BlocksAllocated(0, "r0.0", [0, 1], 0),
+        pool(0, 5, held=1),
+        arrived("r1"),
+        Scheduled(1, "r0.0", 6, 7),
+        pool(1, 5, held=1),
+    ]
+    assert judged("idle room", *log) == []
+    assert judged("idle room", *log, reserved_blocks=1)
+
+
 def test_blocks_of_the_step_itself_are_not_room() -> None:
     assert waits(2, BlocksAllocated(1, "r0.0", [2], 0)) == []
     assert waits(3, BlocksAllocated(1, "r0.0", [2], 0))
 
 
-def drafts(*more: Event, free: int, end: int, **config: object) -> list[Finding]:
+def drafts(*more: Event, free: int, end: int, **config: Any) -> list[Finding]:
     """r0 knows seven tokens, fills two blocks and computes up to `end`; r1 waits in step 1."""
     return judged(
         "idle room",
@@ -124,6 +148,12 @@ def test_what_drafts_take_is_room() -> None:
     (found,) = drafts(free=3, end=8, max_num_batched_tokens=2)
     assert found.code == Code.WORK_DRAFTS
     assert "1 of the 2 tokens computed (of 2)" in found.message
+
+
+def test_drafts_that_may_come_first_are_no_room() -> None:
+    assert drafts(GRANTED, free=3, end=9, promises=("mixed_steps",)) == []
+    assert drafts(free=3, end=10, promises=("mixed_steps",)) == []  # four tokens left: no run
+    assert drafts(free=3, end=9, promises=("mixed_steps",))
 
 
 def test_drafts_may_have_what_the_next_cannot_use() -> None:
@@ -229,7 +259,7 @@ def test_a_second_victim_beside_room_is_found() -> None:
 
 
 def kept_out(
-    *more: Event, priority: int = 1, policy: str = "priority", free: int = 0
+    *more: Event, priority: int = 1, policy: str = "priority", free: int = 0, **promises: Any
 ) -> list[Finding]:
     """r1, of two blocks, waits for two steps in which r0 runs, which has three."""
     return judged(
@@ -245,6 +275,7 @@ def kept_out(
         Scheduled(2, "r0.0", 7, 8),
         pool(2, free),
         scheduling_policy=policy,
+        **promises,
     )
 
 
@@ -252,6 +283,7 @@ def test_who_waits_for_the_less_urgent_is_found() -> None:
     (found,) = kept_out()
     assert (found.code, found.step, found.request) == (Code.PROG_ORDER, 2, "r1")
     assert kept_out(priority=0) == []
+    assert kept_out(promises=("mixed_steps",)) == []
     assert kept_out(policy="fcfs") == []
     assert kept_out(PlanApplied(2, "preempt:r0@2")) == []
     assert kept_out(PriorityChanged(2, "r0", 0)) == []

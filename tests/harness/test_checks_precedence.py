@@ -16,6 +16,7 @@ from preempt_harness.record import (
     Aborted,
     Arrived,
     BlocksAllocated,
+    CacheReset,
     Event,
     Finished,
     Preempted,
@@ -25,11 +26,14 @@ from preempt_harness.record import (
 replace = msgspec.structs.replace
 
 
-def judged(*events: Event, promises: bool = True) -> list[Finding]:
+def judged(*events: Event, promise: str = "strict_order", policy: str = "fcfs") -> list[Finding]:
     """Findings of a log that consists of these events."""
     record = run_fake(make_workload([6, 9, 7], max_tokens=4))
-    capabilities = ["recompute", "strict_order"] if promises else ["recompute"]
-    record.header = replace(record.header, capabilities=capabilities)
+    record.header = replace(
+        record.header,
+        capabilities=["recompute", "mixed_steps", promise],
+        config={"scheduling_policy": policy},
+    )
     record.events = list(events)
     report = run_checks(record, ["progress"])
     return [
@@ -109,7 +113,57 @@ def test_each_is_told_once() -> None:
 
 
 def test_an_engine_that_promises_nothing_is_not_judged() -> None:
-    assert judged(*THREE, *ALL_IN, lost("r0", 4), promises=False) == []
+    assert judged(*THREE, *ALL_IN, lost("r0", 4), promise="text") == []
+
+
+def queued(*events: Event, policy: str = "fcfs") -> list[Finding]:
+    """Of an engine that serves a queue from its front."""
+    return judged(*events, promise="queue_order", policy=policy)
+
+
+def test_a_queue_in_order_is_clean() -> None:
+    log = [*THREE, *ALL_IN, lost("r2", 4), lost("r1", 4), let_in("r1", 5), let_in("r2", 5)]
+    assert queued(*log, lost("r2", 6)) == []
+
+
+def test_whom_the_plan_took_goes_first_when_it_is_back() -> None:
+    log = [*THREE, *ALL_IN, lost("r0", 4, "forced"), let_in("r0", 5)]
+    assert queued(*log, lost("r0", 6)) == []
+    (found,) = queued(*log, lost("r2", 6))
+    assert (found.code, found.request) == (Code.PROG_ORDER, "r2")
+    assert "number 2 of those that run" in found.message
+    assert [found.request for found in judged(*log, lost("r0", 6))] == ["r0"]  # a strict order
+
+
+def test_who_came_back_into_the_queue_waits_in_front() -> None:
+    log = [arrived("r0"), arrived("r1"), let_in("r0", 1), lost("r0", 2, "forced")]
+    assert queued(*log, let_in("r0", 3), let_in("r1", 3)) == []
+    (found,) = queued(*log, let_in("r1", 3))
+    assert "it is let in (number 2 of the queue), and r0" in found.message
+
+
+@pytest.mark.parametrize("victims", [("r2", "r1", "r0"), ("r0", "r1", "r2")])
+def test_who_is_reset_keeps_its_place_whoever_is_told_first(victims: tuple[str, ...]) -> None:
+    forced = [lost(request, 4, "forced") for request in victims]
+    log = [*THREE, *ALL_IN, *forced, CacheReset(4, running=True)]
+    assert queued(*log, let_in("r0", 4), let_in("r1", 4), let_in("r2", 4)) == []
+    assert queued(*log, let_in("r2", 4), let_in("r1", 4), let_in("r0", 4))
+
+
+def test_by_priority_a_queue_has_one_order() -> None:
+    log = [*THREE, *ALL_IN, lost("r0", 4, "forced"), let_in("r0", 5)]
+    assert queued(*log, lost("r2", 6), policy="priority") == []
+    assert queued(*log, lost("r0", 6), policy="priority")
+
+
+def test_where_prefills_stop_decodes_a_plan_muddles_the_order() -> None:
+    log = [*THREE, *ALL_IN, lost("r0", 4, "forced"), let_in("r0", 5), lost("r2", 6)]
+    record = run_fake(make_workload([6, 9, 7], max_tokens=4))
+    record.header = replace(record.header, capabilities=["recompute", "queue_order"])
+    record.events = list(log)
+    assert Code.PROG_ORDER not in {
+        finding.code for finding in run_checks(record, ["progress"]).findings
+    }
 
 
 def test_the_embedded_engine_is_judged_and_keeps_its_order() -> None:

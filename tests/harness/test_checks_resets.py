@@ -98,7 +98,7 @@ def test_a_block_granted_anew_is_as_old_as_its_new_content(granted_anew: bool) -
         BlocksAllocated(0, "r0.0", [3], 0),
         Computed(0, 0, "r0.0", 0, [4, 5, 6, 7], [12, 13, 14, 15], 0, [3], 4),
         BlocksFreed(1, "r0.0", [3]),
-        CacheReset(2),
+        CacheReset(2, running=True),
         *([BlocksAllocated(5, "r1.0", [3], 0)] if granted_anew else []),
         SwappedOut(6, "r1", [(3, 0)]),
         SwappedIn(8, "r1", [(0, 4)]),

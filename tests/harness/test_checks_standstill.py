@@ -88,8 +88,9 @@ def test_who_lacks_a_block_stands_still_by_right() -> None:
 
 def test_steps_and_engines_with_reasons_of_their_own_are_excused() -> None:
     assert prefill(3, PlanApplied(0, "squeeze:all@0..3")) == []
-    assert prefill(3, Preempted(0, "r1", "recompute", "decode", "out_of_blocks", 6, 7)) == []
+    assert prefill(3, Preempted(0, "r1", "recompute", "decode", "forced", 6, 7)) == []
     assert prefill(3, held=1) == []
+    assert prefill(3, held=1, reserved_blocks=1)  # the engine's own
     assert prefill(3, async_scheduling=1) == []
     log: list[Event] = [
         Arrived(0, "r0", [1] * 6, 4, 0),
@@ -97,7 +98,7 @@ def test_steps_and_engines_with_reasons_of_their_own_are_excused() -> None:
         pool(0),
     ]
     assert judged(*log)
-    assert judged(*log, capabilities=("recompute", "strict_order")) == []
+    assert judged(*log, capabilities=("recompute", "queue_order", "mixed_steps"))
     assert judged(*log, capabilities=("recompute", "mixed_steps")) == []
 
 
@@ -122,3 +123,36 @@ def test_an_output_of_several_that_computes_goes_as_far_as_it_can() -> None:
     beam: list[Event] = [TokensChosen(1, "r0.1", [7]), pool(1), Scheduled(2, "r0.1", 4, 7)]
     (found,) = judged(*log, Scheduled(1, "r0.0", 0, 7), *beam, pool(2), n=2)
     assert (found.step, "all its 8 known tokens" in found.message) == (2, True)
+
+
+def test_a_victim_of_others_is_no_reason_to_stand_still() -> None:
+    assert prefill(3, Preempted(0, "r1", "recompute", "decode", "out_of_blocks", 6, 7))
+
+
+def decodes(*rows: Scheduled, token_for: str = "r1.0", **config: object) -> list[Finding]:
+    """Two requests have their prompts, of an engine whose prefills share no step with decodes."""
+    return judged(
+        Arrived(0, "r0", [1] * 6, 4, 0),
+        Arrived(0, "r1", [1] * 3, 4, 0),
+        BlocksAllocated(0, "r0.0", [0, 1], 0),
+        BlocksAllocated(0, "r1.0", [2], 0),
+        Scheduled(0, "r0.0", 0, 6),
+        TokensDelivered(0, "r0.0", [5], None, ""),
+        pool(0),
+        Scheduled(1, "r1.0", 0, 3),
+        TokensDelivered(1, token_for, [5], None, ""),
+        pool(1),
+        *rows,
+        pool(2),
+        capabilities=("recompute", "queue_order"),
+        **config,
+    )
+
+
+def test_where_prefills_stop_decodes_only_those_count_that_decode() -> None:
+    both = (Scheduled(2, "r0.0", 6, 7), Scheduled(2, "r1.0", 3, 4))
+    assert decodes(*both) == []
+    (found,) = decodes(both[1])
+    assert (found.step, found.request) == (2, "r0")
+    assert decodes(both[1], max_num_seqs=1) == []  # no place for another
+    assert decodes(Scheduled(2, "r1.0", 2, 3), token_for="r9.0") == []  # it is still prefilled

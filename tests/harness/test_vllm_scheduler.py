@@ -18,7 +18,7 @@ from preempt_harness.admission import simulate
 from preempt_harness.checks import run_checks
 from preempt_harness.checks.progress import step_bounds
 from preempt_harness.harness import PreemptHarness
-from preempt_harness.record import PlanApplied, Preempted, TokensDelivered
+from preempt_harness.record import CacheReset, Counters, PlanApplied, Preempted, TokensDelivered
 from preempt_harness.trial import Trial, run_trial
 from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
 
@@ -229,3 +229,47 @@ def test_wrong_drafts_near_the_longest_length_stop_a_lone_request(
     far = {**record.header.config, "max_model_len": None}
     record.header = msgspec.structs.replace(record.header, config=far)
     assert num_steps > step_bounds(record).total, "no step had to wait, so nothing was tested"
+
+
+@needs_vllm
+@BOTH
+@pytest.mark.parametrize("kind", ["reset_prefix_cache", "reset_running_requests"])
+def test_a_reset_is_shown_where_the_engine_says_that_it_was_done(
+    adapter: EngineAdapter, kind: str
+) -> None:
+    harness = PreemptHarness(adapter)
+    workload = harness.workload(requests=2, prompt_tokens=9, max_tokens=6)
+    workload = Workload(requests=workload.requests, operations=[Operation(kind=kind, step=3)])
+    record = harness.run(workload, 64, expect_preemption=False, block_size=4).record
+    shown = [event for event in record.events if isinstance(event, CacheReset)]
+    running = kind == "reset_running_requests"  # else vLLM declines: blocks are in use
+    assert shown == ([CacheReset(3, running=True)] if running else [])
+    assert "accounting/resets" not in run_checks(record).not_observable
+
+
+@needs_vllm
+@BOTH
+def test_what_the_engine_says_of_itself_is_judged(adapter: EngineAdapter) -> None:
+    harness = PreemptHarness(adapter)
+    prompt = list(range(20, 33))
+    requests = [
+        RequestSpec(
+            id=f"r{index}",
+            prompt_token_ids=prompt,
+            arrival_step=4 * index,
+            sampling=SamplingSpec(max_tokens=12),
+        )
+        for index in range(3)
+    ]
+    result = harness.run(Workload(requests=requests), "tight", block_size=4)
+    result.assert_preempted(mode="recompute")
+    result.assert_clean(require=["accounting"])
+    counters = [event for event in result.record.events if isinstance(event, Counters)]
+    assert counters[-1].values["num_used_blocks"] == 0
+    assert counters[-1].values["num_cached_tokens"] == sum(
+        item.num_cached_tokens or 0 for item in result.record.results.values()
+    )
+    assert any(item.num_preemptions for item in result.record.results.values())
+    counted = run_checks(result.record).counted
+    for name in ("idle room: waits", "standstill: running", "needless victims: victims"):
+        assert adapter.name.endswith("async") or counted[f"work/{name} judged"]

@@ -41,7 +41,11 @@ def new(prompt: list[int], blocks: list[int], num_cached: int, *, step: int = 4)
 
 
 def judge(
-    events: list[AnyEvent], *, config: Any = None, keeps: bool = False, **sampling: Any
+    events: list[AnyEvent],
+    *,
+    config: Any = None,
+    keeps: bool = False,
+    **sampling: Any,
 ) -> list[Finding]:
     prompts = {item.request: item.prompt_token_ids for item in events if isinstance(item, Arrived)}
     workload = Workload(

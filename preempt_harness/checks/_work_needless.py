@@ -1,0 +1,118 @@
+"""Work: nobody loses its blocks beyond what the others need.
+
+A step takes victims one by one, until there is room. So without its last victim there was none: the
+blocks that are free when the step is launched are fewer than those that the last one gave up and
+those that it needs itself to go on. If they are not, it could have kept them.
+
+Counted from the log: blocks that no table names. Not judged are victims that the plan or an urgent
+request asked for, those of several branches, steps in which anybody is swapped or in which the
+harness holds blocks, and steps that are decided ahead.
+"""
+
+from __future__ import annotations
+
+from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
+from preempt_harness.checks.progress import steps_ahead, steps_with_held_blocks
+from preempt_harness.checks.tables import TABLE_EVENTS, SchedulerTables, TableEvent, num_blocks_for
+from preempt_harness.checks.trace import Trace
+from preempt_harness.record import (
+    BlocksFreed,
+    Header,
+    PoolCounts,
+    Preempted,
+    StepLaunched,
+    SwappedIn,
+    SwappedOut,
+)
+
+
+def takes_victims_in_turn(header: Header) -> bool:
+    """Whether victims give up their blocks in the step that takes them."""
+    return not steps_ahead(header)
+
+
+def check_needless(trace: Trace) -> CheckResult:
+    """The last victim of each step was needed."""
+    judge = _Needless(trace)
+    if trace.has(Preempted):
+        for event in trace.of(
+            *TABLE_EVENTS, Preempted, SwappedIn, SwappedOut, StepLaunched, PoolCounts
+        ):
+            judge.take(event)
+    return judge.listing.result("work", "needless victims")
+
+
+class _Needless:
+    """Who went last in a step, and what was free after that."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.listing = Listing()
+        self._size = trace.header.block_size
+        self._num_drafts = trace.header.config.get("num_speculative_tokens", 0)
+        self._single = {
+            name for name, spec in trace.specs.items() if spec.sampling.num_sequences == 1
+        }
+        self._with_held = trace.derive(steps_with_held_blocks)
+        self._num_own = trace.header.config.get("reserved_blocks", 0)
+        self._num_blocks = trace.header.num_blocks
+        self._tables = SchedulerTables()
+        self._num_fenced = 0
+        self._begin_step(-1)
+
+    def _begin_step(self, step: int) -> None:
+        self._step = step
+        self._last: Preempted | None = None
+        self._num_needed = self._num_given = 0
+        self._is_excused = False
+
+    def take(self, event: object) -> None:
+        """The next thing that happened."""
+        if isinstance(event, PoolCounts):
+            self._num_fenced = event.fenced
+        elif isinstance(event, Preempted):
+            self._preempt(event)
+        elif isinstance(event, StepLaunched):
+            self._launch(event.step)
+        elif isinstance(event, SwappedIn | SwappedOut):
+            self._enter(event.step)
+            self._is_excused = True
+        elif isinstance(event, TableEvent):
+            self._tables.follow(event)
+            if isinstance(event, BlocksFreed) and self._last is not None:
+                is_last = request_of(event.seq) == self._last.request and event.step == self._step
+                gone = [block for block in event.blocks if block not in self._tables.refs]
+                self._num_given += len(gone) if is_last else 0
+
+    def _enter(self, step: int) -> None:
+        if step != self._step:
+            self._begin_step(step)
+
+    def _preempt(self, event: Preempted) -> None:
+        self._enter(event.step)
+        lease = self._tables.leases.get(f"{event.request}.0")
+        by_need = event.reason == "out_of_blocks" and event.request in self._single
+        if not by_need or event.mode == "swap" or lease is None:
+            self._is_excused = True
+            return
+        wanted = max(event.num_tokens, event.num_computed_tokens + 1) + 2 * self._num_drafts
+        self._last = event
+        self._num_given = 0
+        self._num_needed = max(1, num_blocks_for(wanted, self._size) - len(lease.blocks))
+
+    def _launch(self, step: int) -> None:
+        victim = self._last
+        if victim is None or step != self._step or self._is_excused or step in self._with_held:
+            return
+        self._last = None
+        self.listing.count("victims judged")
+        num_free = self._num_blocks - self._num_own - self._num_fenced - len(self._tables.refs)
+        if num_free >= self._num_given + self._num_needed:
+            self.listing.report(
+                Code.WORK_VAIN,
+                step,
+                f"it is preempted for want of blocks and gives up {self._num_given}, and when the "
+                f"step is launched {num_free} are free: enough for it to stay and for the "
+                f"{self._num_needed} that it needs to go on",
+                once=victim.request,
+                request=victim.request,
+            )

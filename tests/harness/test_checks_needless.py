@@ -1,0 +1,89 @@
+"""Needless victims: the last one of a step that could have kept its blocks; and who could not."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from fake_engine import run_fake
+from fake_trials import make_workload
+
+from preempt_harness.checks import Code, Finding, run_checks
+from preempt_harness.record import (
+    BlocksAllocated,
+    BlocksFreed,
+    Event,
+    PlanApplied,
+    PoolCounts,
+    Preempted,
+    Scheduled,
+    StepLaunched,
+    SwappedOut,
+)
+
+replace = msgspec.structs.replace
+
+THREE = [
+    BlocksAllocated(0, "r0.0", [0, 1], 0),
+    BlocksAllocated(0, "r1.0", [2, 3], 0),
+    BlocksAllocated(0, "r2.0", [4, 5, 6], 0),
+    Scheduled(0, "r0.0", 0, 4),
+    StepLaunched(0),
+    PoolCounts(0, 8, 1, 0, 7, 0),
+]
+
+
+def lost(request: str, blocks: list[int], reason: str = "out_of_blocks") -> list[Event]:
+    tokens = 2 * len(blocks)
+    return [
+        Preempted(1, request, "recompute", "decode", reason, tokens - 1, tokens),
+        BlocksFreed(1, f"{request}.0", blocks),
+    ]
+
+
+def judged(*events: Event, **config: object) -> list[Finding]:
+    """Of a pool of eight blocks of two tokens, of which three requests have seven."""
+    record = run_fake(make_workload([4, 4, 6], max_tokens=4))
+    record.header = replace(record.header, block_size=2, num_blocks=8, config=config)
+    record.events = [*THREE, *events, StepLaunched(1), PoolCounts(1, 8, 0, 0, 8, 0)]
+    return [
+        finding
+        for result in run_checks(record, ["work"]).of("work")
+        if result.part == "needless victims"
+        for finding in result.findings
+    ]
+
+
+def test_who_would_have_fit_beside_the_others_is_found() -> None:
+    grown = BlocksAllocated(1, "r0.0", [7, 4], 0)
+    (found,) = judged(*lost("r2", [4, 5, 6]), *lost("r1", [2, 3]), grown)
+    assert (found.code, found.step, found.request) == (Code.WORK_VAIN, 1, "r1")
+    assert "gives up 2, and when the step is launched 4 are free" in found.message
+
+
+def test_whose_blocks_were_needed_is_not() -> None:
+    assert judged(*lost("r2", [4, 5, 6]), BlocksAllocated(1, "r0.0", [7, 4], 0)) == []
+    # The first of two may be more than the second needed to be: victims have an order.
+    grown = BlocksAllocated(1, "r0.0", [7, 4, 5, 6], 0)
+    assert judged(*lost("r2", [4, 5, 6]), *lost("r1", [2, 3]), grown) == []
+
+
+def test_what_it_needs_itself_to_go_on_counts() -> None:
+    assert judged(*lost("r2", [4, 5, 6]), BlocksAllocated(1, "r0.0", [7], 0)) == []
+    assert judged(*lost("r2", [4, 5, 6]))  # one is free, and it needs no more
+    assert judged(*lost("r2", [4, 5, 6]), num_speculative_tokens=2) == []
+
+
+@pytest.mark.parametrize("reason", ["forced", "priority"])
+def test_other_reasons_are_not_judged(reason: str) -> None:
+    assert judged(*lost("r2", [4, 5, 6], reason)) == []
+
+
+def test_steps_in_which_blocks_are_kept_back_are_not_judged() -> None:
+    assert judged(*lost("r2", [4, 5, 6]), SwappedOut(1, "r2", [(4, 0)])) == []
+    assert judged(*lost("r2", [4, 5, 6]), async_scheduling=1) == []
+    record = [PlanApplied(1, "squeeze:all@1..3"), PoolCounts(1, 8, 0, 0, 4, 4)]
+    assert judged(*record, *lost("r2", [4, 5, 6])) == []
+
+
+def test_blocks_that_the_engine_keeps_are_no_room() -> None:
+    assert judged(*lost("r2", [4, 5, 6]), reserved_blocks=1) == []
