@@ -120,6 +120,7 @@ BUDGETED = (
     "stops",
     "operations",
     "long_prompts",
+    "outputs",
 )
 
 

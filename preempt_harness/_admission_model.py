@@ -22,7 +22,9 @@ class AdmissionModel(msgspec.Struct, frozen=True, kw_only=True):
 
     Common to all policies: running requests go first, in order of admission; when blocks lack, the
     request admitted last is preempted and nothing is admitted in that step; a preempted request
-    returns to its place in arrival order; the head of the queue blocks those behind it.
+    returns to its place in arrival order; the head of the queue blocks those behind it. The
+    sequences of a request, several outputs or beams, share the full blocks of its prompt, and come
+    and go together.
 
     Attributes:
         policy: what admission asks of the pool.
@@ -88,6 +90,17 @@ class AdmissionModel(msgspec.Struct, frozen=True, kw_only=True):
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold the KV of so many tokens."""
         return -(-num_tokens // self.block_size)
+
+    def blocks_of(self, request: RequestSpec, num_tokens: int) -> int:
+        """Blocks that a request holds whose every sequence has computed so many tokens, at most.
+
+        Beyond the prompt every sequence has blocks of its own; beams may share some of those.
+        """
+        prompt, count = request.num_prompt_tokens, request.sampling.num_sequences
+        if count == 1 or num_tokens <= prompt:
+            return self.blocks_for(num_tokens)
+        shared = prompt // self.block_size
+        return shared + count * (self.blocks_for(num_tokens) - shared)
 
     def usable_blocks(self, num_blocks: int) -> int:
         """Blocks of the pool that requests can have."""

@@ -117,6 +117,7 @@ class _Request:
     truncated: bool
     outputs: Sequence[int]
     stand_in: Hashable
+    num_sequences: int = 1
     num_computed: int = 0
     high_water: int = 0
     table: list[int] = field(default_factory=list)
@@ -127,6 +128,28 @@ class _Request:
     @property
     def num_outputs(self) -> int:
         return len(self.tokens) - self.spec.num_prompt_tokens
+
+    def work(self, start: int, end: int) -> int:
+        """Tokens to compute for positions [start, end): those of the prompt once for all sequences,
+        which are equally far."""
+        num_own = max(0, end - max(start, self.spec.num_prompt_tokens))
+        return end - start + (self.num_sequences - 1) * num_own
+
+    def reach(self, start: int, budget: int) -> int:
+        """One past the last position that so many tokens, from `start` on, bring it to."""
+        known, prompt = len(self.tokens), self.spec.num_prompt_tokens
+        end = min(known, start + budget)
+        if self.num_sequences == 1 or end <= prompt:
+            return end
+        begin = max(start, prompt)
+        rest = budget - (begin - start)
+        # With less than a token for each sequence they take turns, which is not played.
+        return min(known, max(begin + rest // self.num_sequences, start + 1))
+
+    def num_findable_tokens(self, num_tokens: int) -> int:
+        """Of its first tokens those that all sequences share, which others can find."""
+        prompt = self.spec.num_prompt_tokens
+        return num_tokens if self.num_sequences == 1 else min(num_tokens, prompt)
 
     def append_output(self) -> None:
         index = self.num_outputs
@@ -197,7 +220,7 @@ class _Run:
             self.infeasible.append(spec.id)
             return
         wanted = max(1, min(limit, self.lengths.get(spec.id, limit)))
-        in_pool = self.pool.num_blocks * model.block_size + 1 - prompt
+        in_pool = self._outputs_in_pool(spec)
         self.waiting.append(
             _Request(
                 spec=spec,
@@ -207,8 +230,16 @@ class _Run:
                 truncated=wanted > in_pool,
                 outputs=self.outputs.get(spec.id, ()),
                 stand_in=_stand_in(spec),
+                num_sequences=spec.sampling.num_sequences,
             )
         )
+
+    def _outputs_in_pool(self, spec: RequestSpec) -> int:
+        """Output tokens with which the request alone, of whose last none is computed, fills it."""
+        size, prompt = self.model.block_size, spec.num_prompt_tokens
+        shared = prompt // size if spec.sampling.num_sequences > 1 else 0
+        own = (self.pool.num_blocks - shared) // spec.sampling.num_sequences
+        return max(1, (shared + own) * size + 1 - prompt)
 
     def _idle_until(self, step: int) -> None:
         """Pass over steps in which nobody is there; the cache can be reset all the same."""
@@ -249,19 +280,22 @@ class _Run:
             if end is None:
                 break
             scheduled.append((request, end))
-            budget -= end - request.num_computed
+            budget -= min(budget, request.work(request.num_computed, end))
             budget -= self._take_drafts(request, end, budget)
             index += 1
         if len(self.preemptions) > num_before:
             return scheduled
-        while self.waiting and budget > 0 and len(self.running) < self.model.max_num_seqs:
+        while self.waiting and budget > 0:
             request = self.waiting[0]
+            seats = sum(item.num_sequences for item in (*self.running, request))
+            if seats > self.model.max_num_seqs:
+                break
             end = self._admit(request, budget)
             if end is None:
                 break
             self.running.append(self.waiting.pop(0))
             scheduled.append((request, end))
-            budget -= end - request.num_computed
+            budget -= min(budget, request.work(request.num_computed, end))
         return scheduled
 
     def _take_drafts(self, request: _Request, end: int, budget: int) -> int:
@@ -273,16 +307,16 @@ class _Run:
 
     @staticmethod
     def _num_left(request: _Request) -> int:
-        return len(request.tokens) - request.num_computed
+        return request.work(request.num_computed, len(request.tokens))
 
     def _grow(self, request: _Request, budget: int) -> int | None:
         """Extend a running request's table, preempting as needed; None if it became the victim."""
         model = self.model
         while True:
-            end = min(len(request.tokens), request.num_computed + budget)
-            if model.policy == "greedy":
+            end = request.reach(request.num_computed, budget)
+            if model.policy == "greedy" and request.num_sequences == 1:
                 end = self._cut_to_fit(request, end)
-            lacking = model.blocks_for(model.with_lookahead(end)) - len(request.table)
+            lacking = model.blocks_of(request.spec, model.with_lookahead(end)) - len(request.table)
             if lacking <= self.pool.num_available_blocks:
                 request.table += self.pool.take(lacking)
                 return end
@@ -317,7 +351,7 @@ class _Run:
         model, pool = self.model, self.pool
         hits = self._find_prefix(request)
         start = len(hits) * model.block_size
-        end = min(len(request.tokens), start + budget)
+        end = request.reach(start, budget)
         spare = self.spare_blocks if self.running else 0
         room = pool.num_available_blocks - pool.num_revived(hits) - spare
         if model.policy == "greedy":
@@ -333,11 +367,11 @@ class _Run:
                 request.spec.num_prompt_tokens + request.num_outputs_wanted - 1
             ),
         }[model.policy]
-        needed = model.blocks_for(num_reserved) - len(hits)
+        needed = model.blocks_of(request.spec, num_reserved) - len(hits)
         if needed + self._num_lookahead_blocks(request) > room:
             return None
         if model.policy == "full_fit":
-            needed = model.blocks_for(end) - len(hits)
+            needed = model.blocks_of(request.spec, end) - len(hits)
         pool.share(hits)
         request.table = hits + pool.take(needed)
         request.num_findable = len(hits)
@@ -352,14 +386,15 @@ class _Run:
         model, known = self.model, len(request.tokens)
         most = request.spec.num_prompt_tokens + request.num_outputs_wanted - 1
         end = max(known, min(known + model.draft_tokens, most))
-        return model.blocks_for(end) - model.blocks_for(known)
+        return model.blocks_of(request.spec, end) - model.blocks_of(request.spec, known)
 
     def _update(self, scheduled: list[tuple[_Request, int]]) -> None:
         ended = []
         for request, end in scheduled:
             start = request.num_computed
-            self.num_scheduled += end - start
-            self.num_recomputed += max(0, min(end, request.high_water) - start)
+            self.num_scheduled += request.work(start, end)
+            again = max(start, min(end, request.high_water))
+            self.num_recomputed += request.work(start, again)
             request.num_computed = end
             request.high_water = max(request.high_water, end)
             self._make_findable(request)
@@ -383,7 +418,7 @@ class _Run:
         for _ in range(count):
             request.append_output()
         if count > 1:
-            room = len(request.table) * self.model.block_size
+            room = len(request.table) * self.model.block_size // request.num_sequences
             request.num_computed = min(len(request.tokens) - 1, room)
 
     def _finish(self, request: _Request) -> None:
@@ -408,9 +443,10 @@ class _Run:
     def _find_prefix(self, request: _Request) -> list[int]:
         """Blocks found for the request's first tokens, never for all of them."""
         hits: list[int] = []
+        size = self.model.block_size
         if not self.model.prefix_caching:
             return hits
-        for index in range((len(request.tokens) - 1) // self.model.block_size):
+        for index in range(request.num_findable_tokens(len(request.tokens) - 1) // size):
             block = self.pool.find(self._content(request, index))
             if block is None:
                 break
@@ -420,7 +456,7 @@ class _Run:
     def _make_findable(self, request: _Request) -> None:
         if not self.model.prefix_caching or request.num_resets != self.pool.num_resets:
             return
-        num_full = request.num_computed // self.model.block_size
+        num_full = request.num_findable_tokens(request.num_computed) // self.model.block_size
         for index in range(request.num_findable, num_full):
             self.pool.make_findable(request.table[index], self._content(request, index))
         request.num_findable = max(request.num_findable, num_full)

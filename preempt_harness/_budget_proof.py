@@ -22,19 +22,15 @@ class Demand:
     """What one request asks of the pool, in tokens and blocks.
 
     Attributes:
-        request: its id.
-        arrival_step: when it enters.
-        prompt_token_ids: its prompt.
-        most_outputs: it has no more output tokens than this.
-        least_outputs: it has at least so many if it is not aborted.
+        spec: the request.
+        most_outputs: no output of it has more tokens than this.
+        least_outputs: each has at least so many if the request is not aborted.
         abort_step: when an operation ends it; None for never.
         most_blocks: it never holds more.
         formula: `most_blocks` spelled out.
     """
 
-    request: str
-    arrival_step: int
-    prompt_token_ids: tuple[int, ...]
+    spec: RequestSpec
     most_outputs: int
     least_outputs: int
     abort_step: int | None
@@ -42,8 +38,28 @@ class Demand:
     formula: str
 
     @property
+    def request(self) -> str:
+        """Its id."""
+        return self.spec.id
+
+    @property
+    def arrival_step(self) -> int:
+        """When it enters."""
+        return self.spec.arrival_step
+
+    @property
     def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
+        return self.spec.num_prompt_tokens
+
+    @property
+    def num_sequences(self) -> int:
+        return self.spec.sampling.num_sequences
+
+    def least_blocks(self, model: AdmissionModel, num_tokens: int) -> int:
+        """Blocks that it holds at least once every sequence of it has computed so many tokens."""
+        if self.spec.sampling.beam is not None:  # one may have begotten all of them just now
+            return model.blocks_for(num_tokens)
+        return model.blocks_of(self.spec, num_tokens)
 
 
 def demands(
@@ -68,6 +84,8 @@ def _demand(
     limit = model.output_limit(spec)
     if length is not None:
         most = least = max(1, min(limit, length))
+        if spec.sampling.num_sequences > 1 and may_stop_early(spec):  # of the longest output
+            least = max(1, min(most, spec.sampling.min_tokens))
     elif may_stop_early(spec):
         most, least = limit, max(1, min(limit, spec.sampling.min_tokens))
     else:
@@ -75,18 +93,25 @@ def _demand(
     prompt = spec.num_prompt_tokens
     uncomputed = 0 if model.last_token_needs_room else 1
     tokens = model.with_lookahead(prompt + most - uncomputed)
-    ahead = f" + {model.lookahead_tokens}" if model.lookahead_tokens else ""
     return Demand(
-        request=spec.id,
-        arrival_step=spec.arrival_step,
-        prompt_token_ids=tuple(spec.prompt_token_ids),
+        spec=spec,
         most_outputs=most,
         least_outputs=least,
         abort_step=abort_step,
-        most_blocks=model.blocks_for(tokens),
-        formula=f"{spec.id}: ceil(({prompt} + {most} - {uncomputed}{ahead}) / {model.block_size})"
-        f" = {model.blocks_for(tokens)}",
+        most_blocks=model.blocks_of(spec, tokens),
+        formula=_formula(spec, model, f"{prompt} + {most} - {uncomputed}", tokens),
     )
+
+
+def _formula(spec: RequestSpec, model: AdmissionModel, length: str, num_tokens: int) -> str:
+    """The most blocks of a request, spelled out."""
+    ahead = f" + {model.lookahead_tokens}" if model.lookahead_tokens else ""
+    blocks = f"ceil(({length}{ahead}) / {model.block_size})"
+    count = spec.sampling.num_sequences
+    if count > 1:
+        shared = spec.num_prompt_tokens // model.block_size
+        blocks = f"{shared} + {count} * ({blocks} - {shared})"
+    return f"{spec.id}: {blocks} = {model.blocks_of(spec, num_tokens)}"
 
 
 def largest_demands(wanted: list[Demand], model: AdmissionModel) -> list[Demand]:
@@ -173,20 +198,25 @@ def force_arguments(wanted: list[Demand], model: AdmissionModel) -> Iterator[For
         return
     first = wanted[0].arrival_step
     together = [demand for demand in wanted if demand.arrival_step == first]
-    most = min(len(together), model.max_num_seqs, model.max_num_batched_tokens)
-    for count in range(2, most + 1):
+    most = min(model.max_num_seqs, model.max_num_batched_tokens)
+    for count in range(2, len(together) + 1):
+        if _num_sequences(together[:count]) > most:
+            return
         argument = _force_argument(together[:count], model)
         if argument is not None:
             yield argument
 
 
+def _num_sequences(group: list[Demand]) -> int:
+    return sum(demand.num_sequences for demand in group)
+
+
 def _force_argument(group: list[Demand], model: AdmissionModel) -> ForceArgument | None:
     """The argument for one group; None if sharing or aborts leave nothing certain."""
-    count = len(group)
     tokens = sum(demand.num_prompt_tokens for demand in group)
     most_per_step = model.draft_tokens + 1
-    # While a prompt is incomplete, at most the count - 1 others take tokens of the step.
-    room = model.max_num_batched_tokens - (count - 1) * most_per_step
+    # While a prompt is incomplete, at most the sequences of the others take tokens of the step.
+    room = model.max_num_batched_tokens - (_num_sequences(group) - 1) * most_per_step
     if room < 1:
         return None
     prefill_steps = -(-tokens // room)
@@ -194,12 +224,13 @@ def _force_argument(group: list[Demand], model: AdmissionModel) -> ForceArgument
     if shared is None:
         return None
     admission = sum(
-        model.blocks_for(
+        model.blocks_of(
+            demand.spec,
             model.with_lookahead(
                 demand.num_prompt_tokens
                 + min(prefill_steps * most_per_step, demand.most_outputs)
                 - 1
-            )
+            ),
         )
         for demand in group
     )
@@ -241,7 +272,7 @@ def _peak_at_a_step(group: list[Demand], model: AdmissionModel, prefill_steps: i
             and (demand.abort_step is None or demand.abort_step > demand.arrival_step + step)
         ]
         blocks = sum(
-            model.blocks_for(demand.num_prompt_tokens + step - prefill_steps + 1)
+            demand.least_blocks(model, demand.num_prompt_tokens + step - prefill_steps + 1)
             for demand in unfinished
         )
         peaks.append(_Peak(step, blocks, unfinished))
@@ -265,7 +296,7 @@ def _peak_at_first_end(
             for demand in going_on
         ]
         blocks = sum(
-            model.blocks_for(demand.num_prompt_tokens + length)
+            demand.least_blocks(model, demand.num_prompt_tokens + length)
             for demand, length in zip(going_on, lengths, strict=True)
         )
         peaks.append(_Peak(step, blocks, going_on))
@@ -283,7 +314,7 @@ def _most_shared_blocks(
     """
     if not model.prefix_caching:
         return 0
-    prompts = [demand.prompt_token_ids for demand in group]
+    prompts = [tuple(demand.spec.prompt_token_ids) for demand in group]
     if prefill_steps > 1:
         for one in prompts:
             if any(len(one) < len(other) and other[: len(one)] == one for other in prompts):

@@ -6,7 +6,7 @@ A knob that does nothing makes trials that show nothing, and nothing else would 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from preempt_harness.errors import HarnessError
 from preempt_harness.record import (
@@ -55,7 +55,7 @@ class KnobWatch:
         self._num_unheld = 0  # steps since, in which none was
         self._preempts = False  # it was seen to
         self._polls_since: Counter[str] = Counter()  # in which tokens came, of those told to go
-        self._num_free = 0  # blocks, as of the latest poll; 0 if it did not say
+        self._latest: Sequence[AnyEvent] = ()  # what the latest poll gave
         self._watches_poison = poisons
         self._polls_free: dict[int, int] = {}  # block -> working polls since it was freed
 
@@ -66,12 +66,15 @@ class KnobWatch:
             IdleKnobError: none is, though blocks were free when the latest step was over. Not
                 judged where steps are decided ahead: they may have taken them since.
         """
-        if not num_blocks and num_wanted and self._num_free and not self._num_ahead:
-            raise IdleKnobError(
-                f"Engine {self._engine!r} was told to hold {num_wanted} blocks and holds none, "
-                f"though it showed {self._num_free} free blocks just before.",
-                "Mend the adapter's hold_blocks, or take the capability from it.",
-            )
+        if not num_blocks and num_wanted and not self._num_ahead:
+            counts = (event for event in reversed(self._latest) if isinstance(event, PoolCounts))
+            num_free = next((event.free for event in counts), 0)
+            if num_free:
+                raise IdleKnobError(
+                    f"Engine {self._engine!r} was told to hold {num_wanted} blocks and holds none, "
+                    f"though it showed {num_free} free blocks just before.",
+                    "Mend the adapter's hold_blocks, or take the capability from it.",
+                )
         self._watches_poison = self._watches_poison and not num_blocks
         if not self._num_held:
             self._num_unheld = 0
@@ -82,7 +85,7 @@ class KnobWatch:
         if not self._preempts:
             self._polls_since.setdefault(request, 0)
 
-    def take(self, events: Iterable[AnyEvent]) -> None:
+    def take(self, events: Sequence[AnyEvent]) -> None:
         """What the next poll gave.
 
         Raises:
@@ -90,9 +93,7 @@ class KnobWatch:
                 a request that should have been goes on; or no block was ever poisoned, and one
                 that should have been has long been free.
         """
-        events = list(events)
-        counts = next((event for event in reversed(events) if type(event) is PoolCounts), None)
-        self._num_free = 0 if counts is None else counts.free
+        self._latest = events
         if self._watches_poison:
             self._watch_poison(events)
         if not self._num_held and not self._polls_since:

@@ -201,9 +201,9 @@ def _joined(branches: Sequence[RequestResult]) -> RequestResult:
 
 
 def output_lengths(baseline: Baseline) -> dict[str, int]:
-    """Request -> output tokens of its first branch, for the requests that ran to their own end."""
+    """Request -> tokens of its longest output, for the requests that ran to their own end."""
     return {
-        request: len(result.outputs[0].token_ids)
+        request: max(len(output.token_ids) for output in result.outputs)
         for request, result in baseline.results.items()
         if result.finished and result.outputs
     }

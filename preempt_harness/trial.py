@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ from preempt_harness.plan import (
     anchor_of,
 )
 from preempt_harness.record import AnyEvent, Header, TrialRecord
-from preempt_harness.workload import Operation, Workload
+from preempt_harness.workload import Operation, RequestSpec, Workload
 
 SessionOpener = Callable[[EngineSettings], Session]
 
@@ -134,25 +135,18 @@ class _Run:
     def loop(self) -> None:
         """Poll until every request has ended, or until no clean engine would still be busy."""
         requests = sorted(self._trial.workload.requests, key=lambda item: item.arrival_step)
+        operations: defaultdict[int, list[Operation]] = defaultdict(list)
+        for operation in self._trial.workload.operations:
+            operations[operation.step].append(operation)
         while self._num_submitted < len(requests) or self._session.unfinished():
             why = self._why_hung()
             if why:
                 self.events.append(record.EngineError(step=self.step, kind="hang", message=why))
                 return
-            until = self.step
-            if not self._is_stepped and not self._session.unfinished():
-                # Only steps pass by themselves; from this engine nothing would ever come.
-                until = max(until, requests[self._num_submitted].arrival_step)
-            while (
-                self._num_submitted < len(requests)
-                and requests[self._num_submitted].arrival_step <= until
-            ):
-                self._session.submit(requests[self._num_submitted])
-                self._num_submitted += 1
-                self._heard_at = time.monotonic()
-            for operation in self._trial.workload.operations:
-                if operation.step == self.step:
-                    self._operate(operation)
+            if self._num_submitted < len(requests):
+                self._submit(requests)
+            for operation in operations.get(self.step, ()):
+                self._operate(operation)
             if self._has_plan:
                 self._carry_out(self._plan_runner.before_step(self.step, self._views.views))
                 self.events += self._plan_runner.take_reports()
@@ -164,6 +158,20 @@ class _Run:
             self.step += 1
         self._carry_out(self._plan_runner.finish(self.step, self._views.views))
         self.events += self._plan_runner.take_reports()
+
+    def _submit(self, requests: Sequence[RequestSpec]) -> None:
+        """Hand over those whose step has come, of all in order of arrival."""
+        until = self.step
+        if not self._is_stepped and not self._session.unfinished():
+            # Only steps pass by themselves; from this engine nothing would ever come.
+            until = max(until, requests[self._num_submitted].arrival_step)
+        while (
+            self._num_submitted < len(requests)
+            and requests[self._num_submitted].arrival_step <= until
+        ):
+            self._session.submit(requests[self._num_submitted])
+            self._num_submitted += 1
+            self._heard_at = time.monotonic()
 
     def _why_hung(self) -> str:
         """Why the engine counts as hung, "" while it does not."""

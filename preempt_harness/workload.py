@@ -123,10 +123,18 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_builtins(self) -> dict[str, Any]:
         """Plain dictionaries and lists, for a record's header: what JSON gives back."""
-        data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
+        data: dict[str, Any] = msgspec.to_builtins(self)
+        for request in data["requests"]:
+            sampling = request["sampling"]
+            sampling.update({name: _as_lists(value) for name, value in sampling.items()})
         return data
 
     @classmethod
     def from_builtins(cls, data: dict[str, Any]) -> Workload:
         """Inverse of `to_builtins`."""
         return msgspec.convert(data, cls)
+
+
+def _as_lists(value: Any) -> Any:
+    """A value with lists for its tuples, of which JSON knows none."""
+    return [_as_lists(item) for item in value] if isinstance(value, tuple) else value

@@ -73,6 +73,8 @@ class EngineConfig:
         block_reuse_order: which free block is handed out first.
         exact_vocab_size: vocabulary of the exact model, 32 to 256.
         skip_tokenizer_init: token ids only; no text.
+        worker_processes: with several ranks, each lives in a process of its own. False keeps those
+            of the exact model in this process: they start at once and are sent the same messages.
         worker_timeout_s: longest a rank may take over one step; then the step fails.
         worker_start_timeout_s: longest a rank may take to start and load its shard.
         debug_worker_state: every step carries a checksum of what each rank must know.
@@ -109,6 +111,7 @@ class EngineConfig:
     block_reuse_order: BlockReuseOrder = "fifo"
     exact_vocab_size: int = 64
     skip_tokenizer_init: bool = False
+    worker_processes: bool = True
     worker_timeout_s: float = 60.0
     worker_start_timeout_s: float = 300.0
     debug_worker_state: bool = False
@@ -148,6 +151,12 @@ class EngineConfig:
             raise ConfigError(f"seed={self.seed!r} is not an integer.", "Give an integer.")
         for name in ("worker_timeout_s", "worker_start_timeout_s"):
             _check_seconds(name, getattr(self, name))
+        if not self.worker_processes and not self.is_exact:
+            raise ConfigError(
+                f"worker_processes=False with model={self.model!r}: ranks of a real model need "
+                "processes of their own.",
+                'Leave it out, or take model="exact".',
+            )
         _check_worker_hooks(self.worker_hooks)
 
     @property

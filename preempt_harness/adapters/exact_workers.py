@@ -30,6 +30,8 @@ class Row:
         table: the block table.
         read_len: positions [0, read_len) are read.
         num_logits: so many of the last positions give logits.
+
+    Nobody may change the lists later: tokens and slots stand in the record as they are.
     """
 
     seq: str
@@ -115,8 +117,8 @@ class ExactWorkers:
             rank,
             row.seq,
             row.start,
-            token_ids=list(row.token_ids),
-            written_slots=list(row.slots),
+            token_ids=row.token_ids,
+            written_slots=row.slots,
             table_keep=keep,
             table_new=table[keep:],
             read_len=row.read_len,

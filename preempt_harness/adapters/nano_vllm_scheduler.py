@@ -43,10 +43,11 @@ class NanoVllmSchedulerAdapter(ExactModelAdapter):
             protocol.PREFIX_CACHING,
             protocol.QUEUE_ORDER,
             protocol.TENSOR_PARALLEL,
+            protocol.INLINE_RANKS,  # always
             protocol.EOS,
         }
         if chunks_prompts():
-            able |= {protocol.CHUNKED_PREFILL, protocol.KEEPS_FREED}
+            able |= {protocol.CHUNKED_PREFILL, protocol.KEEPS_FREED_BLOCKS}
         return frozenset(able)
 
     def admission_model(self, settings: EngineSettings) -> AdmissionModel:

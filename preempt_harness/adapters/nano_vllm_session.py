@@ -117,7 +117,7 @@ class NanoVllmSession(SchedulerSession):
 
     def _deliver(self, sequence: Any) -> None:
         """New tokens, and the end; called as soon as the engine has both."""
-        name = self._name(sequence)
+        name = self._names[sequence.seq_id]
         track = self._log.tracks[name]
         if track.finish_reason:
             return

@@ -32,8 +32,8 @@ PREFIX_CACHING = "prefix_caching"
 CHUNKED_PREFILL = "chunked_prefill"
 MIXED_STEPS = "mixed_steps"  # a step decodes and prefills, each request as far as the budget goes
 STRICT_ORDER = "strict_order"  # by priority and arrival: who is let in, who keeps its blocks
+KEEPS_FREED_BLOCKS = "keeps_freed_blocks"  # found until handed out, ends of prefixes first
 QUEUE_ORDER = "queue_order"  # the last let in loses its blocks first and waits in front of all
-KEEPS_FREED = "keeps_freed"  # full blocks are found until handed out again, beginnings longest
 EVICTS_FOR_URGENT = "evicts_for_urgent"  # who waits takes the blocks of less urgent requests
 DRAFTS_LAST = "drafts_last"  # no request loses its blocks, or waits, for a draft
 SAMPLING = "sampling"  # temperature, top-k, top-p, seed
@@ -52,6 +52,7 @@ MAX_MODEL_LEN = "max_model_len"
 STATE_CHECK = "state_check"  # option debug_worker_state: workers compare with the scheduler
 POISON = "poison"
 TENSOR_PARALLEL = "tensor_parallel"
+INLINE_RANKS = "inline_ranks"  # option worker_processes=False: the exact model's start at once
 PRIORITY = "priority"  # `scheduling_policy`
 SET_PRIORITY = "set_priority"  # of an unfinished request
 PARALLEL_SAMPLING = "parallel_sampling"  # several outputs of one prompt: `n`
@@ -82,8 +83,8 @@ CAPABILITIES = frozenset(
         CHUNKED_PREFILL,
         MIXED_STEPS,
         STRICT_ORDER,
+        KEEPS_FREED_BLOCKS,
         QUEUE_ORDER,
-        KEEPS_FREED,
         EVICTS_FOR_URGENT,
         DRAFTS_LAST,
         SAMPLING,
@@ -102,6 +103,7 @@ CAPABILITIES = frozenset(
         MAX_MODEL_LEN,
         STATE_CHECK,
         TENSOR_PARALLEL,
+        INLINE_RANKS,
         PRIORITY,
         SET_PRIORITY,
         PARALLEL_SAMPLING,

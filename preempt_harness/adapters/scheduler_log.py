@@ -186,11 +186,11 @@ class Log:
             track.prefill_end = num_tokens
         track.num_steps += 1
         track.num_chunks += start < track.prefill_end
-        self.add(record.Scheduled(self.step, track.seq, start, end))
+        self._events.append(record.Scheduled(self.step, track.seq, start, end))
 
     def launched(self) -> None:
         """The step begins; whoever listens gets what led to it."""
-        self.add(record.StepLaunched(self.step))
+        self._events.append(record.StepLaunched(self.step))
         if self.sink is not None:
             self.sink(self.take())
 
@@ -199,7 +199,7 @@ class Log:
         track = self.tracks[name]
         track.num_delivered += len(token_ids)
         if token_ids:
-            self.add(record.TokensDelivered(self.step, track.seq, list(token_ids)))
+            self._events.append(record.TokensDelivered(self.step, track.seq, list(token_ids)))
 
     def finished(self, name: str, reason: str) -> None:
         """A request ended by itself."""

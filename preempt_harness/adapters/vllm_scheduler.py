@@ -39,7 +39,7 @@ class VllmSchedulerAdapter(ExactModelAdapter):
             protocol.CHUNKED_PREFILL,
             protocol.MIXED_STEPS,
             protocol.QUEUE_ORDER,
-            protocol.KEEPS_FREED,
+            protocol.KEEPS_FREED_BLOCKS,
             protocol.BLOCK_SIZE,
             protocol.WATERMARK,
             protocol.MAX_MODEL_LEN,

@@ -254,7 +254,10 @@ def _judge_tables(state: PoolState, tables: SchedulerTables, listing: Listing) -
 
 
 def _judge_queues(state: PoolState, live: dict[str, None], listing: Listing) -> None:
-    places = Counter([*state.waiting, *state.running])
+    queued = [*state.waiting, *state.running]
+    if len(queued) == len(live) and live.keys() == set(queued):
+        return
+    places = Counter(queued)
     for request in sorted(places.keys() | live.keys()):
         if places[request] == 1 and request in live:
             continue

@@ -72,6 +72,7 @@ class _Preemptions:
         self._computed: dict[str, set[int]] = {}
         self._kept: set[str] = set()  # requests that were swapped in when they last came back
         self._in_flight: dict[int, dict[str, set[int]]] = {}
+        self._num_dropped: Counter[str] = Counter()  # rows under way when their blocks went
         self._requests = RequestNames()
 
     def take(self, event: Folded) -> None:
@@ -89,7 +90,7 @@ class _Preemptions:
             self._computed.update(self._in_flight.pop(event.step, {}))
         elif isinstance(event, BlocksAllocated):
             if event.seq not in self._tables.leases and request_of(event.seq) not in self._kept:
-                self._computed[event.seq] = {event.num_cached * self._block_size}
+                self._begin_anew(event)
             self._tables.allocate(event)
         elif isinstance(event, BlocksFreed):
             self._tables.free(event)
@@ -113,6 +114,12 @@ class _Preemptions:
                 self._kept.add(event.request)
             else:
                 self._kept.discard(event.request)
+
+    def _begin_anew(self, event: BlocksAllocated) -> None:
+        """What is under way of the stay before says nothing of this one; its token may come."""
+        self._computed[event.seq] = {event.num_cached * self._block_size}
+        for rows in self._in_flight.values():
+            self._num_dropped[event.seq] += rows.pop(event.seq, None) is not None
 
     def _schedule(self, rows: ScheduledRows) -> None:
         self._note_scheduled(rows.seqs, rows.step, rows.step)
@@ -201,7 +208,7 @@ class _Preemptions:
         seq = f"{event.request}.0"
         ends = self._computed.get(seq, {0})
         num_known = self._num_tokens[seq]
-        num_late = sum(seq in rows for rows in self._in_flight.values())
+        num_late = sum(seq in rows for rows in self._in_flight.values()) + self._num_dropped[seq]
         if event.num_computed_tokens not in ends:
             self.listing.report(
                 Code.ACC_PREEMPTED_COUNT,

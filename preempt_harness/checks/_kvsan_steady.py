@@ -158,7 +158,9 @@ def go_on(
     start, end, length = steps.starts[row], steps.ends[row], steps.lengths[row]
     numbers = range(steps.step, steps.last_step + 1)
     writes = [Write(reader.seq, step, tick) for step in numbers]
-    if length > 1:
+    if length > 1 and len(writes) == 1:
+        writes *= length
+    elif length > 1:
         writes = list(chain.from_iterable([[write] * length for write in writes]))
     size, values, position = shadow.block_size, reader.tokens.values, start
     while position < end:

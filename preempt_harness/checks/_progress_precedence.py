@@ -3,7 +3,8 @@
 For engines that promise an order (`_service_order`):
 
 - a request that is let in precedes all that wait;
-- one that loses its blocks by the engine's own need is preceded by all that keep theirs.
+- one that loses its blocks by the engine's own need is preceded by all that keep theirs;
+- one that loses them for the next in the queue is less urgent by its priority, not by its arrival.
 
 Priorities are those that users gave, at arrival or later; an engine that changes them by itself, or
 loses a change, is found by what it does. What the plan forces is not judged: the plan chooses.
@@ -23,6 +24,7 @@ from preempt_harness.checks.trace import Trace
 from preempt_harness.record import BlocksAllocated, Preempted
 
 _FORCED = "forced"
+_FOR_THE_URGENT = "priority"
 
 
 def check_precedence(trace: Trace) -> CheckResult:
@@ -51,6 +53,16 @@ def _judge_victim(event: Preempted, order: ServiceOrder, listing: Listing) -> No
             event.step,
             f"it loses its blocks ({order.in_words(victim)}), and {last}, which it precedes "
             f"({order.in_words(last)}), keeps its own",
+            once=victim,
+            request=victim,
+        )
+    first = next_waiting(order)
+    if event.reason == _FOR_THE_URGENT and first and not order.is_more_urgent(first, victim):
+        listing.report(
+            Code.PROG_ORDER,
+            event.step,
+            f"it loses its blocks ({order.in_words(victim)}) for the next in the queue, {first}, "
+            f"which is no more urgent ({order.in_words(first)})",
             once=victim,
             request=victim,
         )

@@ -52,6 +52,9 @@ class ServiceOrder(Protocol):
     def take(self, event: Batch) -> None:
         """Follow whoever comes, goes, or is given another priority."""
 
+    def is_more_urgent(self, request: str, than: str) -> bool:
+        """Whether a request that waits may take the blocks of one that runs."""
+
     def in_words(self, request: str) -> str:
         """Its place."""
 
@@ -104,6 +107,9 @@ class _ByPriority:
         elif isinstance(event, Preempted) and event.request in self.running:
             self.waiting[event.request] = self.running.pop(event.request)
 
+    def is_more_urgent(self, request: str, than: str) -> bool:
+        return self.waiting[request][0] < self.running[than][0]
+
     def in_words(self, request: str) -> str:
         priority, arrival = self.waiting.get(request) or self.running[request]
         return f"priority {priority}, arrival {arrival}"
@@ -153,6 +159,9 @@ class _ByQueue:
             back = sorted(self._ran.keys() & self.waiting.keys(), key=self._ran.__getitem__)
             places = sorted(self.waiting[request] for request in back)
             self.waiting.update(zip(back, places, strict=True))
+
+    def is_more_urgent(self, request: str, than: str) -> bool:
+        return False
 
     def in_words(self, request: str) -> str:
         if request in self.running:

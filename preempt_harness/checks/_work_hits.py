@@ -4,11 +4,11 @@ A cache that finds too little changes no output. What it must find at least is j
 can differ: the block is full, in the table of a request that runs, computed some steps ago, of
 content that never stood in another block, and a token is left to be computed.
 
-Whether an engine finds blocks that nobody holds any more is its own business, unless it promises
-`keeps_freed`: then they are found until they are handed out again, and a block is not handed out
-while one that follows it, and is worth nothing without it, stays. Not judged where the harness
-holds blocks, since it takes some without a word, where steps are decided ahead, and of who was
-swapped out.
+Whether an engine finds what came back from the host, and blocks that nobody holds any more, is its
+own business, unless it promises that (`keeps_freed_blocks`). Then a block that was given up some
+steps after it was filled is found until it is handed out again, and none is handed out while
+another is kept that is found through it alone: ends of prefixes go before their beginnings. Where
+blocks were withheld that is not judged, since nothing tells which they were.
 """
 
 from __future__ import annotations
@@ -18,25 +18,31 @@ from collections.abc import Sequence
 
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.progress import steps_ahead
-from preempt_harness.checks.steady import SteadySteps
-from preempt_harness.checks.tables import TABLE_EVENTS, Lease, SchedulerTables, TableEvent
+from preempt_harness.checks.steady import IdleSteps, SteadySteps
+from preempt_harness.checks.tables import TABLE_EVENTS, SchedulerTables, TableEvent
 from preempt_harness.checks.trace import DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
     Arrived,
     BlocksAllocated,
     BlocksFreed,
     CacheReset,
+    Forked,
     Header,
+    PoolCounts,
     Preempted,
+    TokensChosen,
 )
 
-KEEPS_FREED = "keeps_freed"
+KEEPS_FREED_BLOCKS = "keeps_freed_blocks"
 """The capability, as a record's header lists it."""
+
+_NOT_OFFERED = -1  # in place of a number of resets
 
 _KINDS = (
     SteadySteps,
     ScheduledRows,
     DeliveredRows,
+    TokensChosen,
     *TABLE_EVENTS,
     Arrived,
     CacheReset,
@@ -51,17 +57,28 @@ def shares_blocks(header: Header) -> bool:
     )
 
 
-def keeps_freed(header: Header) -> bool:
-    """Whether blocks that nobody holds are to be found."""
-    promised = KEEPS_FREED in header.capabilities and not steps_ahead(header)
-    return promised and "squeeze" not in header.plan
+def certain_hits(trace: Trace, admissions: Sequence[tuple[int, str]]) -> list[int]:
+    """How many blocks requests are certain to share with running ones, were they let in.
+
+    Args:
+        trace: of a record that `shares_blocks`.
+        admissions: (step, request), by step.
+
+    Returns:
+        Blocks for each; 0 for requests of which nothing is certain.
+    """
+    hits = _Hits(trace, keeps=False)
+    found: list[int] = []
+    for event in trace.of(*_KINDS):
+        while len(found) < len(admissions) and admissions[len(found)][0] <= event.step:
+            step, request = admissions[len(found)]
+            found.append(hits.num_certain(f"{request}.0", step))
+        hits.take(event)
+    return found + [0] * (len(admissions) - len(found))
 
 
 def check_hits(trace: Trace) -> CheckResult:
-    """Who is admitted shares the blocks in which a running request has its first tokens.
-
-    Those that nobody holds any more as well, where the engine promises to keep them.
-    """
+    """Who is admitted shares the blocks in which a running request has its first tokens."""
     judge = _Hits(trace)
     for event in trace.of(*_KINDS):
         judge.take(event)
@@ -73,9 +90,10 @@ class _Hits:
 
     Args:
         trace: of a record with prefix caching.
+        keeps: what nobody holds counts, too, where the engine promises to keep it.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, *, keeps: bool = True) -> None:
         self.listing = Listing()
         self._size = trace.header.block_size
         self._least_age = 2 + 2 * steps_ahead(trace.header)  # steps
@@ -85,44 +103,53 @@ class _Hits:
             for name, spec in trace.specs.items()
             if spec.sampling.num_sequences == 1 and spec.sampling.prompt_logprobs is None
         }
+        self._promises = KEEPS_FREED_BLOCKS in trace.header.capabilities
+        self._keeps = keeps and self._promises and not _withholds(trace)
         self._tables = SchedulerTables()
         self._known: defaultdict[str, list[int]] = defaultdict(list)
         self._chains: defaultdict[str, list[int]] = defaultdict(list)  # of full blocks of known
         self._content: dict[int, tuple[int, int]] = {}  # block -> (chain value, step)
-        self._places: defaultdict[int, set[int]] = defaultdict(set)  # value -> blocks, ever
+        # Value -> blocks that got it, since the last time that none had it.
+        self._places: defaultdict[int, set[int]] = defaultdict(set)
+        self._kept: set[int] = set()  # blocks with content that nobody holds
+        self._built_on: defaultdict[int, set[int]] = defaultdict(set)  # value -> those that follow
         self._swapped: set[str] = set()
-        # What goes on from content of before a reset may not be offered, and where that came back
-        # from the host, nobody knows its age.
-        self._not_offered: list[Lease] = []
-        self._keeps_freed = keeps_freed(trace.header)
-        self._parents: dict[int, int] = {}  # value -> of the block before
-        self._evicted: dict[int, int] = {}  # value -> block, of the step at hand
-        self._step = 0
+        self._returned: set[str] = set()  # sequences, which compute nothing since
+        # What goes on from content of before a reset may not be offered.
+        self._num_resets = 0
+        self._begun: dict[str, int] = {}  # sequence -> resets before its content was begun
 
     def take(self, event: object) -> None:
         """Take in the next event."""
-        if self._evicted and isinstance(event, BlocksAllocated) and event.step != self._step:
-            self._judge_evictions()
         if isinstance(event, ScheduledRows):
-            self._compute(event.seqs, event.starts, event.ends, event.step)
+            lengths = [end - start for start, end in zip(event.starts, event.ends, strict=True)]
+            self._compute(event, lengths)
         elif isinstance(event, SteadySteps):
             for seq, token_ids in zip(event.delivered_seqs, event.delivered_ids(), strict=True):
                 self._known[seq] += token_ids
-            self._compute(event.seqs, event.starts, event.ends, event.last_step)
+            self._compute(event, event.lengths)
         elif isinstance(event, DeliveredRows):
             for seq, ids in zip(event.seqs, event.token_ids, strict=True):
                 self._known[seq] += ids
+        elif isinstance(event, TokensChosen):
+            self._known[event.seq] += event.token_ids
         elif isinstance(event, Arrived):
             self._known[f"{event.request}.0"] = list(event.prompt_token_ids)
         elif isinstance(event, BlocksAllocated):
             self._allocate(event)
+        elif isinstance(event, BlocksFreed):
+            self._free(event)
         elif isinstance(event, TableEvent):
             self._tables.follow(event)
-            if isinstance(event, BlocksFreed):
-                self._free(event)
+            if isinstance(event, Forked):
+                self._known[event.child] = list(self._known[event.parent])
+                self._chains[event.child] = list(self._chains[event.parent])
+                self._begun[event.child] = self._begun.get(event.parent, 0)
         elif isinstance(event, CacheReset):
             self._content.clear()
-            self._not_offered = list(self._tables.leases.values())
+            self._places.clear()
+            self._kept.clear()
+            self._num_resets += 1
         elif isinstance(event, Preempted):
             if event.mode == "swap":
                 self._swapped.add(event.request)
@@ -136,94 +163,124 @@ class _Hits:
             self._judge(event)
         self._tables.allocate(event)
         if begins and comes_back:
-            self._not_offered.append(self._tables.leases[event.seq])
-            self._swapped.discard(request)
-        self._step = event.step
+            self._returned.add(event.seq)
+            if not self._promises:
+                self._begun[event.seq] = _NOT_OFFERED
+        elif begins:
+            self._returned.discard(event.seq)
+            self._begun[event.seq] = self._num_resets
         for block in event.blocks[event.num_cached :]:
-            value, _ = self._content.pop(block, (None, 0))
-            if value is not None and self._keeps_freed:
-                self._evicted[value] = block
+            if block in self._kept:
+                self._judge_eviction(event, block)
+            self._forget(block)
+        self._kept.difference_update(event.blocks)
 
     def _free(self, event: BlocksFreed) -> None:
-        """What was computed too late to be offered, or is swapped out, need not be found.
-
-        Nor is what branches leave.
-        """
-        excused = request_of(event.seq) in self._swapped or event.seq not in self._judged
+        self._tables.free(event)
+        if not self._keeps:
+            return
         for block in event.blocks:
-            _, since = self._content.get(block, (0, 0))
-            if block not in self._tables.refs and (excused or since + self._least_age > event.step):
-                self._content.pop(block, None)
+            if block not in self._tables.refs and block in self._content:
+                _, since = self._content[block]
+                if since + self._least_age <= event.step:  # else it may not have been offered
+                    self._kept.add(block)
 
-    def _judge_evictions(self) -> None:
-        """Whether a block of a step's was handed out before one that follows it."""
-        evicted, self._evicted = self._evicted, {}
-        for block, (value, _) in self._content.items():
-            parent = self._parents.get(value)
-            alone = len(self._places[value]) == 1 and block not in self._tables.refs
-            if alone and parent in evicted and len(self._places[parent]) == 1:
-                self.listing.report(
-                    Code.WORK_CACHE_MISS,
-                    self._step,
-                    f"it is handed out anew while block {block}, which goes on from its content "
-                    f"and is not to be found without it, stays cached",
-                    once=parent,
-                    block=evicted[parent],
-                )
+    def _forget(self, block: int) -> None:
+        """The block is handed out; when no other has its content, it may come to stand anywhere."""
+        value, _ = self._content.pop(block, (None, 0))
+        if value is None:
+            return
+        places = self._places[value]
+        if not any(self._content.get(other, (None, 0))[0] == value for other in places):
+            places.clear()
 
     def _judge(self, event: BlocksAllocated) -> None:
         self.listing.count("admissions judged")
-        num_certain = 0
-        most = (len(self._known[event.seq]) - 1) // self._size  # one token is computed at least
-        for value in self._chain(event.seq)[:most]:
-            if not self._is_held(value, event.step):
-                break
-            num_certain += 1
+        num_certain = self.num_certain(event.seq, event.step)
         if event.num_cached < num_certain:
-            holder = "the pool keeps" if self._keeps_freed else "running requests hold"
+            where = "running requests or the cache" if self._keeps else "running requests"
             self.listing.report(
                 Code.WORK_CACHE_MISS,
                 event.step,
-                f"it is admitted with {event.num_cached} blocks of the prefix cache, and "
-                f"{holder} the first {num_certain} blocks of its tokens",
+                f"it is admitted with {event.num_cached} blocks of the prefix cache, and {where} "
+                f"hold the first {num_certain} blocks of its tokens",
                 once=event.seq,
                 seq=event.seq,
             )
 
+    def num_certain(self, seq: str, step: int) -> int:
+        """How many blocks the sequence is certain to share when it is let in."""
+        if seq not in self._judged:
+            return 0
+        most = (len(self._known[seq]) - 1) // self._size  # one token is computed at least
+        for index, value in enumerate(self._chain(seq)[:most]):
+            if not self._is_held(value, step):
+                return index
+        return max(0, min(most, len(self._chain(seq))))
+
+    def _judge_eviction(self, event: BlocksAllocated, block: int) -> None:
+        """Whether a block that is handed out takes others with it, which are kept."""
+        self.listing.count("evictions judged")
+        value, _ = self._content[block]
+        if self._only_place(value) != block:
+            return
+        for follower in self._built_on.get(value, ()):
+            end = self._only_place(follower)
+            if end is not None and end in self._kept:
+                self.listing.report(
+                    Code.WORK_CACHE_MISS,
+                    event.step,
+                    f"the prefix cache gives up block {block} and keeps block {end}, which is "
+                    "found through it alone",
+                    once=event.seq,
+                    seq=event.seq,
+                    block=block,
+                )
+
     def _is_held(self, value: int, step: int) -> bool:
-        """Whether this content stands for some steps where it ever stood, to be found by all."""
+        """Whether it is certain that the content is found."""
+        block = self._only_place(value)
+        if block is None or self._content[block][1] + self._least_age > step:
+            return False
+        return block in self._tables.refs or block in self._kept
+
+    def _only_place(self, value: int) -> int | None:
+        """The block with this content, if it never stood in another one."""
         places = self._places.get(value, ())
         if len(places) != 1:
-            return False
+            return None
         (block,) = places
-        found, since = self._content.get(block, (None, 0))
-        if found != value or since + self._least_age > step:
-            return False
-        return self._keeps_freed or block in self._tables.refs
+        found, _ = self._content.get(block, (None, 0))
+        return block if found == value else None
 
-    def _compute(
-        self, seqs: Sequence[str], starts: Sequence[int], ends: Sequence[int], step: int
-    ) -> None:
-        """Blocks that the rows fill have their content from this step on."""
-        for seq, start, end in zip(seqs, starts, ends, strict=True):
+    def _compute(self, rows: ScheduledRows | SteadySteps, lengths: Sequence[int]) -> None:
+        """Blocks that the rows fill, so many tokens a step, have their content from then on."""
+        for seq, start, end, length in zip(rows.seqs, rows.starts, rows.ends, lengths, strict=True):
             first, stop = start // self._size, end // self._size
+            if seq in self._returned:  # what it brought back is offered with what it computes
+                self._returned.discard(seq)
+                first = 0
             lease = self._tables.leases.get(seq)
-            if first == stop or lease is None:
+            if first == stop or lease is None or self._begun.get(seq) != self._num_resets:
                 continue
-            is_offered = lease not in self._not_offered
             chain = self._chain(seq)
             for index in range(first, min(stop, len(chain), len(lease.blocks))):
-                block = lease.blocks[index]
+                block, last = lease.blocks[index], (index + 1) * self._size - 1
+                self._content[block] = (chain[index], rows.step + max(0, last - start) // length)
                 self._places[chain[index]].add(block)
-                if is_offered:
-                    self._content[block] = (chain[index], step)
+                if index:
+                    self._built_on[chain[index - 1]].add(chain[index])
 
     def _chain(self, seq: str) -> list[int]:
         """Values of the full blocks of a sequence's known tokens."""
         known, chain, size = self._known[seq], self._chains[seq], self._size
         for index in range(len(chain), len(known) // size):
             before = chain[-1] if chain else 0
-            value = hash((before, *known[index * size : (index + 1) * size]))
-            self._parents[value] = before
-            chain.append(value)
+            chain.append(hash((before, *known[index * size : (index + 1) * size])))
         return chain
+
+
+def _withholds(trace: Trace) -> bool:
+    """Whether blocks were withheld at any time."""
+    pools = trace.of(SteadySteps, IdleSteps, PoolCounts)
+    return any((pool if isinstance(pool, PoolCounts) else pool.pool).held for pool in pools)

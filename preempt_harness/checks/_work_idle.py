@@ -7,8 +7,8 @@ For engines that promise an order (`_service_order`), since only then the next i
 counted on the safe side, with what the log tells of the step:
 
 - blocks that were free after the step before, less all that were handed out in this one; it takes
-  those for all its known tokens, as if the prefix cache had none of them, beside others with the
-  watermark and a run of drafts for each branch;
+  those for all its known tokens but what it is certain to share with running requests, beside
+  others with the watermark and a run of drafts for each branch;
 - tokens of the budget that nobody used;
 - places by `max_num_seqs`, one for each branch that had not ended before the step.
 
@@ -26,8 +26,11 @@ neither is judged.
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 from preempt_harness.checks._service_order import next_waiting, promises_order, service_order
+from preempt_harness.checks._work_draft_room import DraftRoom
+from preempt_harness.checks._work_hits import certain_hits, shares_blocks
 from preempt_harness.checks.drafts import has_drafts
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.progress import mixes_steps, num_withheld, steps_ahead
@@ -42,7 +45,6 @@ from preempt_harness.record import (
     CacheReset,
     EngineError,
     Finished,
-    Forked,
     Header,
     PlanApplied,
     PoolCounts,
@@ -88,7 +90,25 @@ def check_idle(trace: Trace) -> CheckResult:
         Aborted,
     ):
         judge.take(event)
+    judge.end(trace)
     return judge.listing.result("work", "idle room")
+
+
+class _Wait(NamedTuple):
+    """The next in the queue was not let in.
+
+    Attributes:
+        step, request: when, and who.
+        num_blocks: it takes at most.
+        num_free: blocks.
+        rest: of the sentence about it.
+    """
+
+    step: int
+    request: str
+    num_blocks: int
+    num_free: int
+    rest: str
 
 
 class _Idle:
@@ -106,9 +126,10 @@ class _Idle:
         self._swapped: set[str] = set()
         self._ended: Counter[str] = Counter()  # branches
         self._pool: PoolCounts | None = None  # after the step before
+        self._may_share: list[_Wait] = []  # there was room but for what they may share
         self._kept_out = ""  # who was the next in the step before, if evictions had let it in
         drafts_last = has_drafts(trace.header) and DRAFTS_LAST in trace.header.capabilities
-        self._drafts = _Drafts(trace.header) if drafts_last else None
+        self._drafts = DraftRoom(trace.header) if drafts_last else None
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -233,17 +254,20 @@ class _Idle:
         budget, most = config.get("max_num_batched_tokens"), config.get("max_num_seqs")
         if not isinstance(budget, int) or not isinstance(most, int) or places > most:
             return
-        if self._num_tokens + self._least_chunk(request) <= budget and num_blocks <= num_free:
-            self.listing.report(
-                Code.WORK_IDLE,
+        if self._num_tokens + self._least_chunk(request) <= budget:
+            wait = _Wait(
                 step,
-                f"it waits, and is the next, in a step with room for it: {num_free} blocks are "
-                f"free and it takes {num_blocks} at most, {places} of {most} places would be "
-                f"taken, and {self._num_tokens} of {budget} tokens are computed",
-                once=request,
-                request=request,
+                request,
+                num_blocks,
+                num_free,
+                f"{places} of {most} places would be taken, and {self._num_tokens} of {budget} "
+                "tokens are computed",
             )
-            return
+            if num_blocks <= num_free:
+                self._report_wait(wait)
+                return
+            if running:
+                self._may_share.append(wait)
         drafts = self._drafts
         if drafts is None or self._admissions:  # they leave room for one
             return
@@ -261,6 +285,26 @@ class _Idle:
                 once=request,
                 request=request,
             )
+
+    def _report_wait(self, wait: _Wait, num_shared: int = 0) -> None:
+        shared = f", of which it shares {num_shared}" if num_shared else ""
+        self.listing.report(
+            Code.WORK_IDLE,
+            wait.step,
+            f"it waits, and is the next, in a step with room for it: {wait.num_free} blocks are "
+            f"free and it takes {wait.num_blocks} at most{shared}, {wait.rest}",
+            once=wait.request,
+            request=wait.request,
+        )
+
+    def end(self, trace: Trace) -> None:
+        """All is taken in: find whom a part of what it takes would have been shared with."""
+        if not self._may_share or not shares_blocks(self._header):
+            return
+        waits = [(wait.step, wait.request) for wait in self._may_share]
+        for wait, num_shared in zip(self._may_share, certain_hits(trace, waits), strict=True):
+            if wait.num_blocks - num_shared <= wait.num_free:
+                self._report_wait(wait, num_shared)
 
     def _least_chunk(self, request: str) -> int:
         """Tokens of it that a step with others takes in at least.
@@ -329,7 +373,7 @@ class _Idle:
                     request=request,
                 )
 
-    def _judge_want(self, step: int, drafts: _Drafts) -> None:
+    def _judge_want(self, step: int, drafts: DraftRoom) -> None:
         """Whether somebody lost blocks in a step in which drafts take some."""
         self.listing.count("steps short of blocks judged")
         if drafts.num_blocks:
@@ -399,47 +443,3 @@ class _Idle:
 
     def _blocks(self, num_tokens: int) -> int:
         return num_blocks_for(num_tokens, self._header.block_size)
-
-
-class _Drafts:
-    """What the drafts of a step take.
-
-    Attributes:
-        num_tokens: that are computed as drafts.
-        num_blocks: that were handed out in this step and hold nothing but drafts.
-    """
-
-    def __init__(self, header: Header) -> None:
-        self.num_tokens = self.num_blocks = 0
-        self._block_size = header.block_size
-        self._known: Counter[str] = Counter()  # tokens of the prompt, and those that were chosen
-        self._num_held: dict[str, int] = {}  # blocks, before the step
-
-    def begin_step(self, tables: SchedulerTables) -> None:
-        self.num_tokens = self.num_blocks = 0
-        self._num_held = {seq: len(lease.blocks) for seq, lease in tables.leases.items()}
-
-    def take(self, event: object, tables: SchedulerTables) -> None:
-        """The next thing that happened; the tables are as before it."""
-        if isinstance(event, ScheduledRows):
-            for seq, end in zip(event.seqs, event.ends, strict=True):
-                self._schedule(seq, end, tables)
-        elif isinstance(event, DeliveredRows):
-            for seq, token_ids in zip(event.seqs, event.token_ids, strict=True):
-                self._known[seq] += len(token_ids)
-        elif isinstance(event, TokensChosen):
-            self._known[event.seq] += len(event.token_ids)
-        elif isinstance(event, Arrived):
-            self._known[f"{event.request}.0"] = len(event.prompt_token_ids)
-        elif isinstance(event, Forked):
-            self._known[event.child] = self._known[event.parent]
-
-    def _schedule(self, seq: str, end: int, tables: SchedulerTables) -> None:
-        known = self._known[seq]
-        if end <= known:
-            return
-        self.num_tokens += end - known
-        num_own = max(num_blocks_for(known, self._block_size), self._num_held.get(seq, 0))
-        lease = tables.leases.get(seq)
-        if lease is not None:
-            self.num_blocks += max(0, len(lease.blocks) - num_own)

@@ -4,10 +4,11 @@ A running request that has blocks for all its known tokens needs nothing more th
 budget. In a step that leaves some of those unused it computes all that it can: up to its newest
 token.
 
-Known tokens are the prompt and what was delivered before the step. Of a request of several branches
-some may wait for each other, so it is not judged; nor is a step with a forced preemption, an action
-of the plan, an error or withheld blocks. Where prefills and decodes share no step, only steps that
-decode are judged, and who has nothing but its newest token left to compute. For engines of which
+Known tokens are the prompt and what was delivered, or chosen for a beam, before the step. Of a
+request of several branches some may wait for each other: one that computes nothing is not judged,
+one that computes something is. Nor is a step with a forced preemption, an action of the plan, an
+error or withheld blocks. Where prefills and decodes share no step, only steps that decode are
+judged, and who has nothing but its newest token left to compute. For engines of which
 `admits_when_it_can`, as others have reasons of their own to wait.
 """
 
@@ -24,9 +25,11 @@ from preempt_harness.record import (
     Arrived,
     BlocksFreed,
     EngineError,
+    Forked,
     PlanApplied,
     PoolCounts,
     Preempted,
+    TokensChosen,
 )
 
 
@@ -39,6 +42,7 @@ def check_standstill(trace: Trace) -> CheckResult:
         *TABLE_EVENTS,
         Arrived,
         DeliveredRows,
+        TokensChosen,
         EngineError,
         PlanApplied,
         PoolCounts,
@@ -57,7 +61,7 @@ class _Standstill:
         self._header = trace.header
         self._tables = SchedulerTables()
         self._mixes_steps = mixes_steps(trace.header)
-        self._known: dict[str, int] = {}  # sequence of a request of one branch -> tokens
+        self._known: dict[str, int] = {}  # sequence -> tokens
         self._decoding: set[str] = set()  # sequences that got a token since they got blocks
         self._single = {
             f"{name}.0" for name, spec in trace.specs.items() if spec.sampling.num_sequences == 1
@@ -83,11 +87,15 @@ class _Standstill:
             self._take_several(event)
         elif isinstance(event, IdleSteps):
             self._end_step(event.step, event.pool)
+        elif isinstance(event, TokensChosen):
+            self._delivered.append((event.seq, len(event.token_ids)))
         elif isinstance(event, Arrived):
             self._known[f"{event.request}.0"] = len(event.prompt_token_ids)
         elif isinstance(event, TableEvent):
             self._tables.follow(event)
-            if isinstance(event, BlocksFreed):
+            if isinstance(event, Forked):
+                self._known[event.child] = self._known.get(event.parent, 0)
+            elif isinstance(event, BlocksFreed):
                 self._decoding.discard(event.seq)
         elif not isinstance(event, Preempted) or event.reason == "forced":
             self._is_excused = True  # by the plan, or an error
@@ -125,7 +133,7 @@ class _Standstill:
         for seq, lease in self._tables.leases.items():
             known, end = self._known.get(seq, 0), self._ends.get(seq, 0)
             has_room = known <= len(lease.blocks) * self._header.block_size
-            if seq not in self._single or not has_room:
+            if not has_room or not (seq in self._single or seq in self._ends):
                 continue
             if not self._mixes_steps and seq not in self._decoding:
                 continue  # it is to be prefilled

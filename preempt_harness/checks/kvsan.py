@@ -103,28 +103,6 @@ class KVSan:
         self._swapped: set[str] = set()
         self._ended: dict[str, int] = {}
         self._crashed = False
-        self._handlers: dict[type[Folded], Callable[[Any], None]] = {
-            Arrived: self._arrived,
-            SteadySteps: self._take_steady,
-            ComputedRows: self._take_rows,
-            TokensChosen: self._chosen,
-            DeliveredRows: self._delivered,
-            Preempted: self._preempted,
-            Resumed: self._resumed,
-            Finished: self._finished,
-            Aborted: self._finished,
-            EngineError: self._died,
-            Forked: self._forked,
-            BlocksPoisoned: self._poisoned,
-            WorkerCopied: self._copied,
-            WorkerSwappedOut: self._swapped_out,
-            WorkerSwappedIn: self._swapped_in,
-        }
-        if self._tables is not None:
-            self._handlers[ScheduledRows] = self._tables.schedule
-            self._handlers[BlocksAllocated] = self._allocated
-            self._handlers[BlocksReplaced] = self._replaced
-            self._handlers[BlocksFreed] = self._freed
 
     @property
     def findings(self) -> list[Finding]:
@@ -155,9 +133,11 @@ class KVSan:
                     self._compute_rank(batch.rank)
             else:
                 self._compute()
-        handler = self._handlers.get(type(batch))
+        handler = _HANDLERS.get(type(batch))
+        if handler is None and self._tables is not None:
+            handler = _OWNERSHIP_HANDLERS.get(type(batch))
         if handler is not None:
-            handler(batch)
+            handler(self, batch)
 
     def finish(self) -> list[Finding]:
         """The record is at its end.
@@ -317,6 +297,10 @@ class KVSan:
 
     # Blocks by the scheduler's account ------------------------------------------------------------
 
+    def _scheduled(self, rows: ScheduledRows) -> None:
+        assert self._tables is not None
+        self._tables.schedule(rows)
+
     def _allocated(self, event: BlocksAllocated) -> None:
         assert self._tables is not None
         for block in event.blocks:
@@ -396,6 +380,35 @@ class KVSan:
 
     def _swapped_in(self, event: WorkerSwappedIn) -> None:
         self._ranks[event.rank].swap_in(event.step, event.pairs, self._tick)
+
+
+_Handlers = dict[type[Folded], Callable[[KVSan, Any], None]]
+
+# Functions, not bound methods: an object that refers to itself stays, with all that it knows of
+# contents, until garbage is collected.
+_HANDLERS: _Handlers = {
+    Arrived: KVSan._arrived,
+    SteadySteps: KVSan._take_steady,
+    ComputedRows: KVSan._take_rows,
+    TokensChosen: KVSan._chosen,
+    DeliveredRows: KVSan._delivered,
+    Preempted: KVSan._preempted,
+    Resumed: KVSan._resumed,
+    Finished: KVSan._finished,
+    Aborted: KVSan._finished,
+    EngineError: KVSan._died,
+    Forked: KVSan._forked,
+    BlocksPoisoned: KVSan._poisoned,
+    WorkerCopied: KVSan._copied,
+    WorkerSwappedOut: KVSan._swapped_out,
+    WorkerSwappedIn: KVSan._swapped_in,
+}
+_OWNERSHIP_HANDLERS: _Handlers = {
+    ScheduledRows: KVSan._scheduled,
+    BlocksAllocated: KVSan._allocated,
+    BlocksReplaced: KVSan._replaced,
+    BlocksFreed: KVSan._freed,
+}
 
 
 def check_kvsan(record: TrialRecord, verify: Verify = "incremental") -> CheckResult:

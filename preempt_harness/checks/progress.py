@@ -230,7 +230,7 @@ def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
     live: dict[str, None] = {}
     exempt = trace.derive(steps_with_held_blocks)
     stalled: set[int] = set()
-    moved_in = -1
+    moved_in = range(0)  # steps
     ledger = DraftLedger() if drafts else None
     for event in _one_by_one(trace, live, high_water):
         rises = False
@@ -247,8 +247,9 @@ def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
             rises = _begins_anew(event, live, exempt)
         if rises or not live:
             stalled.clear()
-            moved_in = event.last_step if isinstance(event, _SEVERAL_STEPS) else event.step
-        elif event.step != moved_in and event.step not in exempt:
+            last = event.last_step if isinstance(event, _SEVERAL_STEPS) else event.step
+            moved_in = range(event.step, last + 1)
+        elif event.step not in moved_in and event.step not in exempt:
             stalled.add(event.step)
         if len(stalled) > bounds.stall:
             listing.report(

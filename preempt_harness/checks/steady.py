@@ -10,9 +10,11 @@ it is, so a step that is odd in any field that stands here is judged by itself.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from preempt_harness.record import (
     Aborted,
@@ -40,6 +42,9 @@ from preempt_harness.record import (
     TokensDelivered,
 )
 
+_T = TypeVar("_T")
+
+_WHOLE_POOL = "W"
 _LETTERS: dict[type[Event], str] = (
     dict.fromkeys(get_args(AnyEvent), "?")
     | {
@@ -67,7 +72,10 @@ _LETTERS: dict[type[Event], str] = (
         ),
         "b",  # may stand before the rest of its step
     )
-    | dict.fromkeys((Counters, PoolState), "a")  # may stand after it
+    | {
+        Counters: "a",  # may stand after it
+        PoolState: _WHOLE_POOL,  # may stand anywhere
+    }
 )
 _SAME_SHAPE = re.compile(r"(S+LC+D(?:PT+|T*P)|P)\1*")
 """Steps with as many events of each kind as the first of them; or such in which nothing runs."""
@@ -89,12 +97,13 @@ class _Shape(NamedTuple):
     end_delivered: int
     pool: int
 
-    @classmethod
-    def of(cls, letters: str) -> _Shape:
-        """The shape of a step of such letters."""
-        pool = letters.index("P")
-        first = pool + 1 if letters.endswith("T") else pool - letters.count("T")
-        return cls(len(letters), letters.count("S"), first, first + letters.count("T"), pool)
+
+@lru_cache(maxsize=256)
+def _shape_of(letters: str) -> _Shape:
+    """The shape of a step of such letters."""
+    pool = letters.index("P")
+    first = pool + 1 if letters.endswith("T") else pool - letters.count("T")
+    return _Shape(len(letters), letters.count("S"), first, first + letters.count("T"), pool)
 
 
 class IdleSteps:
@@ -220,7 +229,8 @@ def fold(
     """The events in their order, steady and idle steps taken together.
 
     Nothing is, unless step numbers rise through the whole record: so all that is told of a step
-    stands in one place.
+    stands in one place. What the whole pool looks like within steps that are taken together comes
+    behind them: its tables and queues are the same all along.
 
     Args:
         events: of a record.
@@ -230,9 +240,43 @@ def fold(
         yield events
         return
     letters = "".join(map(_LETTERS.__getitem__, map(type, events)))
+    states = [found.start() for found in re.finditer(_WHOLE_POOL, letters)]
+    before = [place - index for index, place in enumerate(states)]  # what else stands before each
     told = 0
+    waiting: list[Event] = []
+    for piece, first, last in _pieces(
+        _without(events, states), _without(numbers, states), letters.replace(_WHOLE_POOL, "")
+    ):
+        from_state, to_state = bisect_right(before, first), bisect_left(before, last)
+        first += from_state
+        if waiting or told < first:
+            yield [*waiting, *events[told:first]]
+        yield piece
+        waiting = [events[place] for place in states[from_state:to_state]]
+        told = last + to_state
+    if waiting or told < len(events):
+        yield [*waiting, *events[told:]]
+
+
+def _without(items: Sequence[_T], places: Sequence[int]) -> Sequence[_T]:
+    """All items but those at these places, which rise."""
+    if not places:
+        return items
+    left: list[_T] = []
+    start = 0
+    for place in places:
+        left += items[start:place]
+        start = place + 1
+    left += items[start:]
+    return left
+
+
+def _pieces(
+    events: Sequence[Event], numbers: Sequence[int], letters: str
+) -> Iterator[tuple[SteadySteps | IdleSteps, int, int]]:
+    """Steps that are alike, with the places [first, last) of their events."""
     for found in _SAME_SHAPE.finditer(letters):
-        shape = _Shape.of(found[1])
+        shape = _shape_of(found[1])
         width, num_rows = shape.width, shape.num_rows
         if found[1].count("C") != num_rows:
             continue
@@ -248,13 +292,8 @@ def fold(
                 continue
             if first >= last:
                 continue
-            if told < first:
-                yield events[told:first]
             same = events[first:last]
-            yield SteadySteps(same, shape) if num_rows else IdleSteps(same)
-            told = last
-    if told < len(events):
-        yield events[told:]
+            yield (SteadySteps(same, shape) if num_rows else IdleSteps(same)), first, last
 
 
 def _told_before(letters: str, numbers: Sequence[int], first: int) -> bool:
@@ -268,7 +307,7 @@ def _told_before(letters: str, numbers: Sequence[int], first: int) -> bool:
 
 
 def _told_after(letters: str, numbers: Sequence[int], end: int) -> bool:
-    """Whether anything of the step that ends before `end` follows but the pool's content."""
+    """Whether anything of the step that ends before `end` follows but counters."""
     for place in range(end, len(numbers)):
         if numbers[place] != numbers[end - 1]:
             break

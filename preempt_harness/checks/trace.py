@@ -187,7 +187,7 @@ class Trace:
     @cached_property
     def _numbers(self) -> list[int]:
         """The step of each event."""
-        return list(map(_STEP, self.record.events))
+        return [event.step for event in self.record.events]
 
     @cached_property
     def last_step(self) -> int:

@@ -10,10 +10,11 @@ import msgspec
 
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.protocol import EngineAdapter
-from preempt_harness.explore._aimed import Aimed, with_company
+from preempt_harness.explore._aimed import Aimed, equals, horizon, with_company
+from preempt_harness.explore.random_settings import takes
 from preempt_harness.generators import in_order_of_arrival
 from preempt_harness.plan import Preempt, Step
-from preempt_harness.workload import Operation, RequestSpec, Workload
+from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
 
 
 def old_content(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
@@ -83,6 +84,47 @@ def same_text(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Ai
         workload=Workload(requests=requests, operations=trial.workload.operations),
         actions=tuple(actions),
         num_spare_blocks=source.choice((0, 4, 16)),
+    )
+
+
+def begun_alike(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
+    """Requests that begin with one text, more and less urgent or decided ahead, in little room."""
+    settings = msgspec.structs.replace(
+        trial.settings,
+        enable_prefix_caching=True,
+        speculative_config=None,
+        async_scheduling=0,
+        max_num_seqs=source.choice((2, 4, 8)),
+    )
+    workload = equals(with_company(trial.workload, source.randint(3, 5)))
+    depth = source.choice((0, 0, 1, 2))
+    able = protocol.ASYNC_SCHEDULING in adapter.capabilities
+    if depth and able and takes(adapter, settings, None, depth):
+        settings = msgspec.structs.replace(settings, async_scheduling=depth)
+    may_be_urgent = not settings.async_scheduling and protocol.PRIORITY in adapter.capabilities
+    may_branch = {protocol.PARALLEL_SAMPLING, protocol.SAMPLING} <= adapter.capabilities
+    size = settings.block_size
+    text = _long_text(source, workload.requests, source.randint(1, 4) * size)
+    requests = []
+    for index, request in enumerate(workload.requests):
+        length = request.sampling.max_tokens + source.randint(0, 2) * size
+        sampling = SamplingSpec(max_tokens=length)
+        if may_branch and source.random() < 0.3:
+            count = source.randint(2, min(3, settings.max_num_seqs))
+            sampling = SamplingSpec(max_tokens=length, temperature=1.0, n=count)
+        requests.append(
+            msgspec.structs.replace(
+                request,
+                prompt_token_ids=[*text, *request.prompt_token_ids[: source.randint(0, 2 * size)]],
+                arrival_step=0 if index < 2 else source.randint(0, horizon(workload)),
+                priority=source.randint(0, 2) if may_be_urgent else 0,
+                sampling=sampling,
+            )
+        )
+    return Aimed(
+        settings=settings,
+        workload=msgspec.structs.replace(workload, requests=in_order_of_arrival(requests)),
+        num_spare_blocks=source.choice((0, 1, 2, 4, 8)),
     )
 
 

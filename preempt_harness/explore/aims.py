@@ -15,6 +15,7 @@
     crowd        many requests that grow at once in a pool for some, of engines whose victims are
                  the last that were let in: by priority that may be anybody
     same text    prompts of one text, cut into chunks, whose readers lose their blocks on the way
+    begun alike  more and less urgent ones of one beginning, or decided ahead, in little room
 
 What an engine is not capable of is left out; an aim of which nothing would be left is not drawn.
 """
@@ -32,7 +33,7 @@ from preempt_harness.explore._aimed import Aimed
 from preempt_harness.explore._aims_at_moves import own_drafts, under_way
 from preempt_harness.explore._aims_at_outputs import followers, limits
 from preempt_harness.explore._aims_at_scarcity import all_out, both_ways, crowd, ends, want
-from preempt_harness.explore._aims_at_texts import old_content, same_text
+from preempt_harness.explore._aims_at_texts import begun_alike, old_content, same_text
 from preempt_harness.plan import PreemptionPlan
 
 
@@ -136,6 +137,11 @@ AIMS = {
                 protocol.RECOMPUTE,
             }
         ),
+    ),
+    "begun alike": Aim(
+        apply=begun_alike,
+        needed=frozenset({protocol.STEPPED, protocol.PREFIX_CACHING}),
+        weight=4,
     ),
 }
 """By name."""

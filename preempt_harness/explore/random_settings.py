@@ -14,7 +14,9 @@ from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings
 _BLOCK_SIZES = (1, 2, 3, 4, 4, 4, 8, 16)
 _TOKEN_BUDGETS = (3, 7, 16, 64, 2048)
 _ANY_PROMPT = 1 << 16  # tokens; more than any drawn request has
-_PARALLEL = 0.03  # share of trials on two ranks: their start is slow
+_PARALLEL = 0.03  # share of trials on several ranks, whose processes are slow to start
+_INLINE = 0.12  # share of those whose ranks are in the engine's own process
+_NUM_RANKS = (2, 2, 3)
 _SMALL_SWAP_SPACE = 6  # blocks
 _SPECULATIVE = 0.25  # share of trials in which tokens are drafted
 _AHEAD = 0.25  # share of the others in which steps are decided ahead
@@ -24,8 +26,6 @@ _WATERMARKS = (0.0, 0.0, 0.0, 0.05, 0.3)
 def random_settings(source: random.Random, adapter: EngineAdapter, model: str) -> EngineSettings:
     """Settings of which the engine can do everything; the block count is left at 1."""
     able = adapter.capabilities
-    # The exact model needs no second device for its second rank.
-    parallel = protocol.TENSOR_PARALLEL in able and model == "exact"
     options: dict[str, Any] = {}
     if protocol.BLOCK_REUSE_ORDER in able:
         options["block_reuse_order"] = source.choice(("fifo", "lifo", "random"))
@@ -37,7 +37,7 @@ def random_settings(source: random.Random, adapter: EngineAdapter, model: str) -
         options["preemption_mode"] = "swap"
         if source.random() < 0.5:
             options["swap_space_blocks"] = source.randint(0, _SMALL_SWAP_SPACE)
-    return EngineSettings(
+    settings = EngineSettings(
         model=model,
         num_blocks=1,
         block_size=source.choice(adapter.block_sizes or _BLOCK_SIZES),
@@ -47,8 +47,26 @@ def random_settings(source: random.Random, adapter: EngineAdapter, model: str) -
         max_num_seqs=source.choice((1, 2, 4, 256)),
         watermark=source.choice(_WATERMARKS) if protocol.WATERMARK in able else 0.0,
         enable_prefix_caching=protocol.PREFIX_CACHING in able and source.random() < 0.6,
-        tensor_parallel_size=2 if parallel and source.random() < _PARALLEL else 1,
         options=options,
+    )
+    return _with_ranks(source, settings, adapter)
+
+
+def _with_ranks(
+    source: random.Random, settings: EngineSettings, adapter: EngineAdapter
+) -> EngineSettings:
+    """The settings, sometimes with several ranks: of the exact model, which needs no devices."""
+    if protocol.TENSOR_PARALLEL not in adapter.capabilities or settings.model != "exact":
+        return settings
+    share = source.random()
+    if share < _PARALLEL:
+        return msgspec.structs.replace(settings, tensor_parallel_size=2)
+    if protocol.INLINE_RANKS not in adapter.capabilities or share >= _PARALLEL + _INLINE:
+        return settings
+    return msgspec.structs.replace(
+        settings,
+        tensor_parallel_size=source.choice(_NUM_RANKS),
+        options={**settings.options, "worker_processes": False},
     )
 
 

@@ -172,24 +172,10 @@ def _num_blocks(
     prompts = max(admission.blocks_for(request.num_prompt_tokens) for request in workload.requests)
     smallest = admission.reserved_blocks + prompts
     outgrown = protocol.POOL_LIMIT in adapter.capabilities and source.random() < _OUTGROWN
-    branches = [_branch_blocks(request, admission) for request in workload.requests]
-    if outgrown and smallest < least and not any(branches):
+    several = any(request.sampling.num_sequences > 1 for request in workload.requests)
+    if outgrown and smallest < least and not several:
         return source.randint(smallest, least - 1)
-    return max(least, admission.reserved_blocks + max(branches)) + source.randint(0, _MAX_SLACK)
-
-
-def _branch_blocks(request: RequestSpec, admission: AdmissionModel) -> int:
-    """Blocks with which all branches of a request can grow to their end; 0 if it has one only.
-
-    They share the full blocks of the prompt, and the last token of each is never computed.
-    """
-    count = request.sampling.num_sequences
-    if count == 1:
-        return 0
-    prompt = request.num_prompt_tokens
-    shared = prompt // admission.block_size
-    total = prompt + admission.output_limit(request)
-    return shared + count * max(1, admission.blocks_for(total - 1) - shared)
+    return least + source.randint(0, _MAX_SLACK)
 
 
 def _with_giant(

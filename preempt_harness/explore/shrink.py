@@ -150,7 +150,7 @@ def _drop_operations(trial: Trial, adapter: EngineAdapter) -> Proposals:
 
 def _plain_settings(trial: Trial, adapter: EngineAdapter) -> Proposals:
     plain: dict[str, Any] = {
-        "options": {},
+        "options": _where_ranks_are(trial),
         "speculative_config": None,
         "async_scheduling": 0,
         "max_num_seqs": 256,
@@ -171,9 +171,20 @@ def _plain_settings(trial: Trial, adapter: EngineAdapter) -> Proposals:
         settings = msgspec.structs.replace(trial.settings, max_waiting_requests=limit)
         yield _with(trial, settings=settings)
     options = trial.settings.options
-    for left_out in options if len(options) > 1 else ():
+    needed = _where_ranks_are(trial)
+    for left_out in [name for name in options if name not in needed] if len(options) > 1 else ():
         kept = {name: value for name, value in options.items() if name != left_out}
         yield _with(trial, settings=msgspec.structs.replace(trial.settings, options=kept))
+
+
+def _where_ranks_are(trial: Trial) -> dict[str, Any]:
+    """The option that keeps several ranks in this process: without it, every trial starts them."""
+    several = trial.settings.tensor_parallel_size > 1
+    return {
+        name: value
+        for name, value in trial.settings.options.items()
+        if several and name == "worker_processes"
+    }
 
 
 def _plain_requests(trial: Trial, adapter: EngineAdapter) -> Proposals:

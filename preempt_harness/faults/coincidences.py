@@ -10,6 +10,7 @@ _BLOCKS = "preempt_engine.block_manager:BlockManager"
 _SWAPPER = "preempt_engine.swapping:Swapper"
 _SEVERAL = frozenset({"parallel_sampling"})
 _SPECULATION = frozenset({"speculation"})
+_ADMISSION = "preempt_engine.admission"
 
 FAULTS = (
     Fault(
@@ -254,5 +255,88 @@ FAULTS = (
             ),
         ),
         needs=_SEVERAL,
+    ),
+    Fault(
+        name="fence-passes-in-block-order",
+        mechanism="blocks that waited for a step reach the cache by number, not as they were "
+        "given up: beginnings of prefixes are evicted before their ends",
+        source="mechanism",
+        expected=("WORK",),
+        patches=(
+            Patch(
+                f"{_BLOCKS}.pass_fence",
+                "passed = [block for block, step in self.fenced_blocks.items() if step <= step_id]",
+                "passed = sorted(\n"
+                "    block for block, step in self.fenced_blocks.items() if step <= step_id\n"
+                ")",
+            ),
+        ),
+        needs=frozenset({"prefix_caching"}),
+    ),
+    Fault(
+        name="fenced-blocks-not-found",
+        mechanism="the prefix cache takes blocks that wait for a step under way for unusable, so "
+        "who comes right after computes them anew",
+        source="mechanism",
+        expected=("WORK",),
+        patches=(
+            Patch(
+                f"{_BLOCKS}.find_prefix",
+                "if block_id is None:",
+                "if block_id is None or block_id in self.fenced_blocks:",
+            ),
+        ),
+        needs=frozenset({"async_scheduling", "prefix_caching"}),
+    ),
+    Fault(
+        name="reset-overlooks-fenced-blocks",
+        mechanism="a cache reset forgets block by block what is in use or cached, and leaves out "
+        "blocks that wait for a step under way",
+        source="mechanism",
+        expected=("ACC", "KVSAN"),
+        patches=(
+            Patch(
+                f"{_BLOCKS}.reset_prefix_cache",
+                "self._block_of_digest.clear()\nself._digest_of = [None] * self.num_blocks",
+                "for block_id in range(self.num_blocks):\n"
+                "    if self.ref_counts[block_id] or block_id in self.cached_blocks:\n"
+                "        self._forget_content(block_id)",
+            ),
+        ),
+        needs=frozenset({"async_scheduling", "reset_prefix_cache"}),
+    ),
+    Fault(
+        name="ended-branch-comes-back",
+        mechanism="coming back from the host, a request wants a place for every host block it has, "
+        "those of a branch that ended meanwhile included",
+        source="mechanism",
+        expected=("CRASH",),
+        patches=(
+            Patch(
+                f"{_SWAPPER}.swap_in",
+                "pairs = [\n"
+                "    (host, device_of[name])\n"
+                "    for name, host in request.host_blocks.items()\n"
+                "    if name in device_of\n"
+                "]",
+                "pairs = [(host, device_of[name]) for name, host in request.host_blocks.items()]",
+            ),
+        ),
+        needs=frozenset({"async_scheduling", "parallel_sampling", "swap"}),
+    ),
+    Fault(
+        name="follower-shares-wanted-block",
+        mechanism="a branch that comes back may share even its last block, whose logits it still "
+        "wants: nobody computes them",
+        source="mechanism",
+        expected=("CRASH", "PROG"),
+        patches=(
+            Patch(
+                f"{_ADMISSION}:_num_common_blocks",
+                "limit = min(sequence.first_wanted_logits, leader.num_tokens) // block_size",
+                "limit = min(sequence.num_tokens, leader.num_tokens) // block_size",
+            ),
+        ),
+        needs=frozenset({"parallel_sampling"}),
     ),
 )

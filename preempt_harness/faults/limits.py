@@ -11,6 +11,7 @@ from preempt_harness.faults.places import (
     INTAKE,
     PREEMPT,
     PUSH,
+    RESIDENCY,
     SCHEDULER,
 )
 
@@ -174,5 +175,73 @@ FAULTS = (
             ),
         ),
         needs=frozenset({"stop_tokens"}),
+    ),
+    Fault(
+        name="drafts-free-of-charge",
+        mechanism="drafts are not taken off the token budget, since they were cut to fit it: who "
+        "is let in behind them gets their share too",
+        source="mechanism",
+        expected=("ACC",),
+        patches=(
+            Patch(
+                f"{SCHEDULER}._schedule_work",
+                "num_tokens += end - sequence.num_computed_tokens",
+                "num_tokens += min(end, sequence.num_tokens) - sequence.num_computed_tokens",
+            ),
+        ),
+        needs=frozenset({"speculation"}),
+    ),
+    Fault(
+        name="waiting-count-misses-aborts",
+        mechanism="the length of the queue is kept as a number, which an abort of a waiting "
+        "request does not lower: later ones are refused though there is room",
+        source="mechanism",
+        expected=("DEL", "PROG"),
+        patches=(
+            after(
+                f"{RESIDENCY}.__init__",
+                "self.waiting = WaitingQueue()",
+                "self.num_waiting = 0",
+                reached=False,
+            ),
+            after(
+                f"{RESIDENCY}.arrive",
+                "self.waiting.push(request)",
+                "self.num_waiting += 1",
+                reached=False,
+            ),
+            after(f"{RESIDENCY}.run", "self.waiting.pop()", "self.num_waiting -= 1", reached=False),
+            after(
+                f"{RESIDENCY}.preempt",
+                "self.waiting.push(request)",
+                "self.num_waiting += 1",
+                reached=False,
+            ),
+            Patch(
+                f"{INTAKE}.queue_is_full",
+                "return limit is not None and len(self.scheduler.waiting) >= limit",
+                "return limit is not None and self.scheduler.residency.num_waiting >= limit",
+                reached=False,
+            ),
+            after(f"{RESIDENCY}.leave", "self.waiting.remove(request)", "reached()"),
+        ),
+        needs=frozenset({"abort", "queue_limit"}),
+    ),
+    Fault(
+        name="branches-denied-the-shared-prompt",
+        mechanism="the most that several branches can grow to is worked out as if each had a "
+        "prompt of its own: outputs end although there is room",
+        source="mechanism",
+        expected=("DEL", "TOK"),
+        patches=(
+            Patch(
+                f"{INTAKE}.max_total_tokens",
+                "num_own = (self.scheduler.blocks.num_blocks - num_shared) // num_sequences\n"
+                "pool_tokens = (num_shared + num_own) * self.config.block_size + 1",
+                "num_own = self.scheduler.blocks.num_blocks // num_sequences\n"
+                "pool_tokens = num_own * self.config.block_size + 1",
+            ),
+        ),
+        needs=frozenset({"parallel_sampling"}),
     ),
 )

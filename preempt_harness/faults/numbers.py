@@ -7,6 +7,9 @@ from preempt_harness.faults.places import RESIDENCY, SCHEDULER
 
 _FIRST_ADMISSION = "if request.num_cached_tokens is None:"
 
+_ASYNC = "preempt_engine.async_scheduler:AsyncScheduler"
+_SEQUENCE = "preempt_engine.sequence:Sequence"
+
 FAULTS = (
     Fault(
         name="recompute-counted-as-hits",
@@ -140,5 +143,62 @@ FAULTS = (
                 "pass",
             ),
         ),
+    ),
+    Fault(
+        name="cached-tokens-noted-at-first-look",
+        mechanism="the prefix hits of a request are noted when it is looked at first, not when it "
+        "is let in",
+        source="mechanism",
+        expected=("ACC",),
+        patches=(
+            Patch(
+                f"{RESIDENCY}.find_room",
+                "if num_blocks_to_admit(placements, self.blocks) > num_available:\n"
+                "    return False\n"
+                "num_cached_tokens = len(placements[0].hits) * self.config.block_size\n"
+                "if request.num_cached_tokens is None:\n"
+                "    request.num_cached_tokens = num_cached_tokens\n"
+                "    self.counters.num_cached_tokens += num_cached_tokens",
+                "num_cached_tokens = len(placements[0].hits) * self.config.block_size\n"
+                "if request.num_cached_tokens is None:\n"
+                "    request.num_cached_tokens = num_cached_tokens\n"
+                "if num_blocks_to_admit(placements, self.blocks) > num_available:\n"
+                "    return False\n"
+                "if not request.num_preemptions:\n"
+                "    self.counters.num_cached_tokens += request.num_cached_tokens",
+            ),
+        ),
+        needs=frozenset({"prefix_caching"}),
+    ),
+    Fault(
+        name="fork-forgets-high-water-mark",
+        mechanism="a fork does not know how far its tokens have been computed, so what it computes "
+        "again after an immediate preemption is not counted as such",
+        source="mechanism",
+        expected=("ACC",),
+        patches=(
+            Patch(
+                f"{_SEQUENCE}.fork",
+                "max_computed_tokens=self.max_computed_tokens,\n",
+                "",
+            ),
+        ),
+        needs=frozenset({"parallel_sampling"}),
+    ),
+    Fault(
+        name="rejected-drafts-count-as-computed",
+        mechanism="where steps are decided ahead, drafts raise the mark below which computing is "
+        "counted as computing again, even those that are rejected",
+        source="mechanism",
+        expected=("ACC",),
+        patches=(
+            Patch(
+                f"{_ASYNC}._count",
+                "sequence.max_computed_tokens = max(sequence.max_computed_tokens, "
+                "item.end - num_drafts)",
+                "sequence.max_computed_tokens = max(sequence.max_computed_tokens, item.end)",
+            ),
+        ),
+        needs=frozenset({"async_scheduling", "speculation"}),
     ),
 )

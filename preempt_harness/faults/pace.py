@@ -172,4 +172,25 @@ FAULTS = (
         ),
         needs=frozenset({"priority", "set_priority"}),
     ),
+    Fault(
+        name="budget-split-with-followers",
+        mechanism="the branches of a request get equal shares of the token budget, those that "
+        "wait for another's blocks included: it comes back at a fraction of the pace",
+        source="mechanism",
+        expected=("WORK",),
+        patches=(
+            Patch(
+                f"{SCHEDULER}._next_tokens",
+                "work = []",
+                "work = []\nshare = max(1, budget // len(request.sequences))",
+                reached=False,
+            ),
+            Patch(
+                f"{SCHEDULER}._next_tokens",
+                "end = min(num_tokens, start + budget)",
+                "end = min(num_tokens, start + min(budget, share))",
+            ),
+        ),
+        needs=frozenset({"parallel_sampling"}),
+    ),
 )

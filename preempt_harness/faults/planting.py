@@ -89,7 +89,8 @@ def planted_everywhere(fault: Fault) -> Iterator[Callable[[], int]]:
     ):
 
         def open_with_fault(adapter: EmbeddedAdapter, settings: EngineSettings) -> Session:
-            if settings.tensor_parallel_size > 1:
+            inline = settings.options.get("worker_processes") is False
+            if settings.tensor_parallel_size > 1 and not inline:
                 hook = f"{__name__}:{plant_in_worker.__name__}:{fault.name}:{folder}"
                 options = {**settings.options, "worker_hooks": (hook,)}
                 settings = msgspec.structs.replace(settings, options=options)

@@ -6,6 +6,7 @@ from preempt_harness.faults.fault import Fault, Patch, after, before
 from preempt_harness.faults.places import PREEMPT, PUSH, RESIDENCY, SCHEDULER
 
 _ORDER = ("PROG-ORDER", "WORK", "ACC")
+_VICTIMS = "preempt_engine.victims"
 
 FAULTS = (
     Fault(
@@ -131,5 +132,42 @@ FAULTS = (
             ),
         ),
         needs=frozenset({"abort"}),
+    ),
+    Fault(
+        name="equals-evicted-by-arrival",
+        mechanism="urgent is whoever precedes, not whoever has the higher priority: a request that "
+        "came back to its place evicts later ones of the same priority",
+        source="mechanism",
+        expected=("WORK", "PROG"),
+        patches=(
+            Patch(
+                f"{SCHEDULER}._admit_urgent",
+                "if not is_owed and request.priority >= self.running[-1].priority:",
+                "if not is_owed and request.precedence > self.running[-1].precedence:",
+                reached=False,
+            ),
+            Patch(
+                f"{_VICTIMS}:victims_for",
+                "if not survivors or running[survivors - 1].priority <= newcomer.priority:",
+                "if not survivors or running[survivors - 1].precedence <= newcomer.precedence:",
+            ),
+        ),
+        needs=frozenset({"priority"}),
+    ),
+    Fault(
+        name="urgent-forgets-hits-of-victims",
+        mechanism="blocks that a more urgent request shares with its victims are counted as shared "
+        "and as freed: it evicts too few, and does not fit",
+        source="mechanism",
+        expected=("WORK", "PROG"),
+        patches=(
+            Patch(
+                f"{_VICTIMS}:victims_for",
+                "num_wanted = num_blocks + freed.num_of(hits) + "
+                "(num_watermark_blocks if survivors else 0)",
+                "num_wanted = num_blocks + (num_watermark_blocks if survivors else 0)",
+            ),
+        ),
+        needs=frozenset({"prefix_caching", "priority"}),
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from preempt_harness.faults.fault import Fault, Patch, after, before
-from preempt_harness.faults.places import RESIDENCY
+from preempt_harness.faults.places import RESIDENCY, SCHEDULER
 
 _BLOCKS = "preempt_engine.block_manager:BlockManager"
 
@@ -263,5 +263,70 @@ FAULTS = (
                 "len(self.free_blocks)",
             ),
         ),
+    ),
+    Fault(
+        name="lookup-refreshes-front-first",
+        mechanism="looking a prefix up marks its cached blocks as used, the first one first, "
+        "even when the request is not let in: the first is evicted first then",
+        source="mechanism",
+        expected=("WORK",),
+        patches=(
+            Patch(
+                f"{_BLOCKS}.find_prefix",
+                "hits.append(block_id)",
+                "if block_id in self.cached_blocks:  # about to be used again\n"
+                "    self.cached_blocks.move_to_end(block_id)\n"
+                "hits.append(block_id)",
+            ),
+        ),
+        needs=frozenset({"prefix_caching"}),
+    ),
+    Fault(
+        name="no-hits-no-epoch",
+        mechanism="an early return for requests that find nothing skips noting which cache reset "
+        "they began after: after a reset nothing is ever offered again",
+        source="mechanism",
+        expected=("WORK",),
+        patches=(
+            Patch(
+                f"{_BLOCKS}.share",
+                "assert not sequence.block_table",
+                "assert not sequence.block_table\nif not hits:\n    return  # nothing to share",
+            ),
+        ),
+        needs=frozenset({"prefix_caching", "reset_prefix_cache"}),
+    ),
+    Fault(
+        name="findable-at-boundary-steps-only",
+        mechanism="blocks are offered only by a step that ends exactly at a block's end, not by "
+        "one that ends behind it",
+        source="mechanism",
+        expected=("WORK",),
+        patches=(
+            Patch(
+                f"{SCHEDULER}.advance",
+                "if item.end >= (sequence.num_findable_blocks + 1) * block_size:",
+                "if item.end % block_size == 0:  # a block is full",
+            ),
+        ),
+        needs=frozenset({"prefix_caching"}),
+    ),
+    Fault(
+        name="abort-forgets-shared-content",
+        mechanism="what an aborted request computed is taken out of the prefix cache at once, "
+        "blocks that others share with it included",
+        source="mechanism",
+        expected=("WORK",),
+        patches=(
+            Patch(
+                f"{SCHEDULER}.abort",
+                "self.residency.leave(request)",
+                "for sequence in request.sequences.values():  # of no use to anybody\n"
+                "    for block_id in sequence.block_table:\n"
+                "        self.blocks._forget_content(block_id)\n"
+                "self.residency.leave(request)",
+            ),
+        ),
+        needs=frozenset({"abort", "prefix_caching"}),
     ),
 )

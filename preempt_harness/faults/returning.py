@@ -82,7 +82,6 @@ FAULTS = (
                 "preempt_engine.worker.state:WorkerState.apply",
                 "self.sequences.pop(key, None)",
                 "pass",
-                reached=False,
             ),
             Patch(
                 "preempt_engine.worker.state:WorkerState.apply",

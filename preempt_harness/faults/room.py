@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from preempt_harness.faults.fault import Fault, Patch, after, before
-from preempt_harness.faults.places import SCHEDULER
+from preempt_harness.faults.places import RESIDENCY, SCHEDULER
 
 _SWAPPER = "preempt_engine.swapping:Swapper"
 _PLACE = "preempt_engine.admission:place"
 _HITS = "hits = blocks.find_prefix(sequence, max_tokens=sequence.first_wanted_logits)"
 _SEVERAL = frozenset({"parallel_sampling"})
+_VICTIMS = "preempt_engine.victims"
+_BRANCHES = "preempt_engine.branches:Branches"
 
 FAULTS = (
     Fault(
@@ -133,5 +135,135 @@ FAULTS = (
             ),
         ),
         needs=frozenset({"prefix_caching"}),
+    ),
+    Fault(
+        name="seats-of-ended-branches-lost",
+        mechanism="the number of running sequences is kept rather than added up, and a branch that "
+        "ends before the others is never taken off",
+        source="mechanism",
+        expected=("PROG", "WORK"),
+        patches=(
+            after(
+                f"{RESIDENCY}.__init__",
+                "self.running: list[Request] = []",
+                "self.num_running_seqs = 0",
+                reached=False,
+            ),
+            after(
+                f"{RESIDENCY}.run",
+                "insort(self.running, request, key=_precedence)",
+                "self.num_running_seqs += request.num_seqs",
+                reached=False,
+            ),
+            after(
+                f"{RESIDENCY}.preempt",
+                "self.running.remove(request)",
+                "self.num_running_seqs -= request.num_seqs",
+                reached=False,
+            ),
+            after(
+                f"{RESIDENCY}.leave",
+                "self.running.remove(request)",
+                "self.num_running_seqs -= request.num_seqs",
+                reached=False,
+            ),
+            Patch(
+                f"{SCHEDULER}._schedule_waiting",
+                "num_seqs = sum(request.num_seqs for request in self.running)",
+                "num_seqs = self.residency.num_running_seqs",
+                reached=False,
+            ),
+            after(f"{_BRANCHES}.end", "request.num_seqs -= 1", "reached()"),
+        ),
+        needs=frozenset({"parallel_sampling"}),
+    ),
+    Fault(
+        name="seats-for-ended-branches",
+        mechanism="a request that comes back is let in when there are places for all branches it "
+        "was asked for, those that have ended included",
+        source="mechanism",
+        expected=("PROG", "WORK"),
+        patches=(
+            Patch(
+                f"{SCHEDULER}._schedule_waiting",
+                "num_seqs += request.num_seqs",
+                "num_seqs += request.params.num_sequences",
+            ),
+        ),
+        needs=frozenset({"parallel_sampling"}),
+    ),
+    Fault(
+        name="evictions-count-shared-twice",
+        mechanism="what evictions would give up is added up table by table, shared blocks several "
+        "times: requests are evicted in vain",
+        source="mechanism",
+        expected=("WORK",),
+        patches=(
+            Patch(
+                f"{_VICTIMS}:evictions_suffice",
+                "freed = _FreedBlocks(blocks)",
+                "num_freed = 0",
+                reached=False,
+            ),
+            Patch(
+                f"{_VICTIMS}:evictions_suffice",
+                "freed.add(other)",
+                "num_freed += sum(len(each.block_table) for each in other.sequences.values())",
+            ),
+            Patch(
+                f"{_VICTIMS}:evictions_suffice",
+                "return num_blocks <= freed.num_available_blocks",
+                "return num_blocks <= blocks.num_available_blocks + num_freed",
+                reached=False,
+            ),
+        ),
+        needs=frozenset({"parallel_sampling", "prefix_caching"}),
+    ),
+    Fault(
+        name="refused-until-more-blocks",
+        mechanism="a head of the queue that could not be let in is looked at again only when more "
+        "blocks are available, although what it needs may have become less",
+        source="mechanism",
+        expected=("PROG", "WORK", "CRASH"),
+        patches=(
+            after(
+                f"{SCHEDULER}.__init__",
+                "self.controller = controller",
+                "self._refused = None",
+                reached=False,
+            ),
+            Patch(
+                f"{SCHEDULER}._schedule_waiting",
+                "if num_seqs > self.config.max_num_seqs or not self._admit(step, request):\n"
+                "    return",
+                "if num_seqs > self.config.max_num_seqs:\n"
+                "    return\n"
+                "num_available = self.blocks.num_available_blocks\n"
+                "if self._refused is not None and self._refused[0] is request:\n"
+                "    if num_available <= self._refused[1] and reached():\n"
+                "        return  # nothing has come free since\n"
+                "if not self._admit(step, request):\n"
+                "    self._refused = request, num_available\n"
+                "    return\n"
+                "self._refused = None",
+            ),
+        ),
+        needs=frozenset({"prefix_caching"}),
+    ),
+    Fault(
+        name="watermark-beside-the-waiting",
+        mechanism="the watermark is left free whenever there is another request, even if none "
+        "runs: the head of the queue may never fit",
+        source="mechanism",
+        expected=("CRASH", "PROG"),
+        patches=(
+            Patch(
+                f"{SCHEDULER}._admit",
+                "num_spare = num_blocks_beside(self.residency, request) if self.running else 0",
+                "is_alone = len(self.requests) == 1\n"
+                "num_spare = 0 if is_alone else num_blocks_beside(self.residency, request)",
+            ),
+        ),
+        needs=frozenset({"watermark"}),
     ),
 )

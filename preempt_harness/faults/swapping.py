@@ -245,4 +245,66 @@ FAULTS = (
         ),
         needs=_SWAP,
     ),
+    Fault(
+        name="return-room-for-one-branch",
+        mechanism="a swapped request comes back when there is room for the next block of one of "
+        "its branches, not of each",
+        source="mechanism",
+        expected=("CRASH", "WORK"),
+        patches=(
+            Patch(
+                f"{_SWAPPER}.num_blocks_to_return",
+                "growth += max(0, self.blocks.blocks_for(sequence.num_tokens) - len(table))",
+                "growth = max(growth, self.blocks.blocks_for(sequence.num_tokens) - len(table))",
+            ),
+        ),
+        needs=frozenset({"parallel_sampling", "swap"}),
+    ),
+    Fault(
+        name="findable-count-survives-swap",
+        mechanism="a request that comes back from the host does not offer its blocks again, "
+        "although they lie in other places now",
+        source="mechanism",
+        expected=("WORK",),
+        patches=(
+            Patch(
+                f"{_SWAPPER}.swap_out",
+                "sequence.num_findable_blocks = 0\nsequence.draft_token_ids = []",
+                "sequence.draft_token_ids = []",
+            ),
+        ),
+        needs=frozenset({"prefix_caching", "swap"}),
+    ),
+    Fault(
+        name="swap-keeps-computed-blocks-only",
+        mechanism="blocks that hold nothing yet are left out of what a swapped request gets back: "
+        "the rest of its prompt is not reserved any more",
+        source="mechanism",
+        expected=("WORK",),
+        patches=(
+            Patch(
+                f"{_SWAPPER}.swap_out",
+                "sequence.swapped_table = sequence.block_table",
+                "num_computed_blocks = self.blocks.blocks_for(sequence.num_computed_tokens)\n"
+                "sequence.swapped_table = sequence.block_table[:num_computed_blocks]",
+            ),
+            Patch(
+                f"{RESIDENCY}._swap_out",
+                "pairs = self.swapper.swap_out(request, step.step_id)",
+                "tables = [list(each.block_table) for each in request.sequences.values()]\n"
+                "pairs = self.swapper.swap_out(request, step.step_id)",
+                reached=False,
+            ),
+            Patch(
+                f"{RESIDENCY}._swap_out",
+                "for sequence in request.sequences.values():\n"
+                "    self.observer.blocks_freed(step.step_id, sequence.key, "
+                "list(sequence.swapped_table))",
+                "for sequence, table in zip(request.sequences.values(), tables, strict=True):\n"
+                "    self.observer.blocks_freed(step.step_id, sequence.key, table)",
+                reached=False,
+            ),
+        ),
+        needs=frozenset({"swap"}),
+    ),
 )

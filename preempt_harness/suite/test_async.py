@@ -261,3 +261,95 @@ def test_beams_of_which_some_wait_for_the_others(
     result.assert_preempted(request="r0")
     result.assert_matches_baseline()
     result.assert_clean()
+
+
+@DEPTHS
+@pytest.mark.preempt_requires("prefix_caching", "preempt", "stepped")
+@pytest.mark.parametrize("end", ["length", "abort"])
+def test_the_next_begins_as_the_one_that_has_just_ended(
+    preempt: PreemptHarness, end: str, depth: int
+) -> None:
+    """One place is left: the next comes while the blocks of the one before wait for a step."""
+    if end == "abort" and "abort" not in preempt.adapter.capabilities:
+        pytest.skip(f"engine {preempt.adapter.name} lacks abort")
+    block = block_size(preempt)
+    prompt = preempt.prompts.take(3 * block)
+    workload = together(
+        request(preempt, "long", block, 16 * block),
+        [request(preempt, f"r{i}", [*prompt, prompt[i]], 3 * block + i) for i in range(4)],
+    )
+    ends = "/abort:r0@out=9/abort:r2@out=7" if end == "abort" else ""
+    result = preempt.run(
+        workload,
+        plan=f"preempt:r1@out=8{ends}",
+        block_size=block,
+        max_num_seqs=2,
+        enable_prefix_caching=True,
+        async_scheduling=depth,
+    )
+    result.assert_preempted(request="r1")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@DEPTHS
+@pytest.mark.preempt_requires("prefix_caching", "preempt", "stepped")
+def test_the_end_of_a_text_makes_room_first(preempt: PreemptHarness, depth: int) -> None:
+    """Others take some of what the first leaves in the cache; its beginning is found after that."""
+    block = block_size(preempt)
+    text = preempt.prompts.take(4 * block)
+    workload = together(
+        request(preempt, "first", [*text, text[0]], 2 * block),
+        request(preempt, "long", block, 5 * block),
+        request(preempt, "filler", 6 * block, 2 * block, arrival_step=2 * block + 4),
+        request(preempt, "later", text[: 2 * block + 1], block, arrival_step=3 * block + 4),
+    )
+    result = preempt.run(
+        workload,
+        14,
+        plan="preempt:later@out=1",
+        block_size=block,
+        enable_prefix_caching=True,
+        async_scheduling=depth,
+    )
+    result.assert_preempted(request="later")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@FORCED
+@DEPTHS
+@MODES
+@pytest.mark.preempt_requires("parallel_sampling", "sampling", "stop_tokens")
+@pytest.mark.parametrize("step", [2, 3, 4])
+def test_some_outputs_end_while_all_are_out(
+    preempt: PreemptHarness, step: int, mode: str, depth: int
+) -> None:
+    """The tokens under way end some of them; those that are left come back without them."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    half = tuple(range(4, 4 + (preempt.vocab_size - 4) // 3))
+    workload = together(
+        [
+            request(
+                preempt,
+                f"r{i}",
+                block + 1 + i,
+                3 * block,
+                n=3,
+                temperature=1.0,
+                seed=i + 1,
+                stop_token_ids=half,
+            )
+            for i in range(4)
+        ]
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt-all@step={step}:{mode}/preempt-all@step={step + 3}:{mode}",
+        block_size=block,
+        async_scheduling=depth,
+    )
+    result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean()

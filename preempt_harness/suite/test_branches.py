@@ -93,6 +93,24 @@ def test_a_chunk_ends_beside_what_branches_share(preempt: PreemptHarness, offset
 
 @PARALLEL
 @MODES
+@OFFSETS
+def test_outputs_that_are_all_the_same(preempt: PreemptHarness, offset: int, mode: str) -> None:
+    """Nothing is drawn: even the last block, of which each wants its next token, has equals."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "victim", 2 * block + 1, 3 * block, n=3),
+        companions(preempt, block, count=1),
+    )
+    step = 2 * block - 1 + offset
+    result = preempt.run(workload, plan=f"preempt:victim@step={step}:{mode}", block_size=block)
+    result.assert_preempted(request="victim", mode=mode)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@PARALLEL
+@MODES
 @pytest.mark.preempt_requires("sampling", "stop_tokens")
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_others_take_the_places_of_branches_that_ended(
@@ -254,6 +272,91 @@ def test_several_requests_of_several_outputs_in_a_small_pool(
     result.assert_clean()
 
 
+@PARALLEL
+@MODES
+@pytest.mark.preempt_requires("abort", "sampling", "stop_tokens", "min_tokens")
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting", "running"])
+def test_aborted_when_some_outputs_have_ended(
+    preempt: PreemptHarness, waits: bool, mode: str
+) -> None:
+    """Those keep their ends; the others are aborted."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    stops = tuple(range(4, max(6, preempt.vocab_size // 8)))
+    victim = request(
+        preempt,
+        "victim",
+        2 * block + 1,
+        12 * block,
+        n=4,
+        **drawn(preempt, 5),
+        stop_token_ids=stops,
+        min_tokens=2,
+    )
+    plan = f"preempt:victim@step=2:{mode}/squeeze:all@{3 * block}..{4 * block}"
+    if waits:
+        plan += f"/preempt:victim@step={3 * block}:{mode}"
+    result = preempt.run(
+        together(victim, companions(preempt, block, count=1)),
+        plan=f"{plan}/abort:victim@step={3 * block + 1}",
+        block_size=block,
+    )
+    result.assert_preempted(request="victim", mode=mode)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@PARALLEL
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(
+    ("budget", "offset"),
+    [(budget, offset) for budget in ("tight", "roomy") for offset in (-1, 0, 1)]
+    + [("minimal", -1), ("minimal", 0)],
+)
+def test_outputs_share_a_prompt_in_a_pool_that_was_solved_for(
+    preempt: PreemptHarness, budget: str, offset: int, n: int
+) -> None:
+    """What an output writes next may be shared, its own, or a block that it has yet to get; in the
+    roomy pool there is not one more than all of them need."""
+    block = block_size(preempt)
+    workload = together(
+        [
+            request(preempt, f"r{i}", 2 * block + offset, block, n=n, **drawn(preempt, i))
+            for i in range(3)
+        ]
+    )
+    scarce = budget != "roomy"
+    result = preempt.run(workload, budget, block_size=block, expect_preemption=scarce)
+    if scarce:
+        result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("parallel_sampling", "prefix_caching", "stepped")
+@pytest.mark.parametrize("spare", [0, 1])
+def test_outputs_that_need_more_than_sharers_can_give_up(
+    preempt: PreemptHarness, spare: int
+) -> None:
+    """Both outputs reach a boundary; the one who came last has little but what they share."""
+    block = block_size(preempt)
+    text = preempt.prompts.take(2 * block)
+    workload = together(
+        request(preempt, "elder", 1, 3 * block),
+        request(preempt, "needy", text, 2 * block, n=2, **drawn(preempt, 3)),
+        request(preempt, "sharer", [*text, text[0]], 2 * block, arrival_step=block - 2),
+    )
+    result = preempt.run(
+        workload,
+        7 + spare,
+        block_size=block,
+        enable_prefix_caching=True,
+        expect_preemption=False,
+    )
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
 @BEAMS
 @MODES
 @OFFSETS
@@ -292,5 +395,29 @@ def test_beams_in_a_small_pool(preempt: PreemptHarness, mode: str) -> None:
         options=options(preempt, preemption_mode=mode),
     )
     result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@BEAMS
+@MODES
+@pytest.mark.preempt_requires("abort")
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting", "running"])
+def test_aborted_beams(preempt: PreemptHarness, waits: bool, mode: str) -> None:
+    """Nothing of the search stays behind."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    plan = f"preempt:victim@step={block}:{mode}/squeeze:all@{2 * block}..{3 * block}"
+    if waits:
+        plan += f"/preempt:victim@step={2 * block}:{mode}"
+    result = preempt.run(
+        together(
+            request(preempt, "victim", 2 * block + 1, 6 * block, beam=BeamSpec(num_beams=3)),
+            companions(preempt, block),
+        ),
+        plan=f"{plan}/abort:victim@step={2 * block + 1}",
+        block_size=block,
+    )
+    result.assert_preempted(request="victim", mode=mode)
     result.assert_matches_baseline()
     result.assert_clean()

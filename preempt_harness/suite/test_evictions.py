@@ -95,3 +95,25 @@ def test_with_a_later_sharer(preempt: PreemptHarness) -> None:
     result.assert_preempted(request="victim")
     result.assert_matches_baseline()
     result.assert_clean()
+
+
+@pytest.mark.preempt_requires("abort")
+def test_an_abort_leaves_what_others_share(preempt: PreemptHarness) -> None:
+    """One of two with the same text is aborted; who comes later finds the text with the other."""
+    block = block_size(preempt)
+    text = preempt.prompts.take(3 * block)
+    workload = together(
+        request(preempt, "aborted", [*text, text[0]], 4 * block),
+        request(preempt, "stays", [*text, text[1]], 5 * block, arrival_step=2),
+        request(preempt, "later", [*text, text[2]], 3 * block, arrival_step=block + 4),
+    )
+    result = preempt.run(
+        workload,
+        POOL,
+        f"abort:aborted@step={block + 2}/preempt:later@out=3",
+        block_size=block,
+        enable_prefix_caching=True,
+    )
+    result.assert_preempted(request="later")
+    result.assert_matches_baseline()
+    result.assert_clean()

@@ -37,6 +37,20 @@ def test_who_is_alone_may_use_the_watermark(preempt: PreemptHarness) -> None:
     result.assert_clean()
 
 
+@pytest.mark.preempt_requires("watermark", "preempt", "stepped")
+def test_the_waiting_keep_nothing_free(preempt: PreemptHarness) -> None:
+    """Nobody runs beside the first, which fills the pool, although others wait: all return."""
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "large", 8 * block, block),
+        [request(preempt, f"small{i}", block + i, 2 * block) for i in range(2)],
+    )
+    result = preempt.run(workload, 10, plan="preempt-all@step=2", block_size=block, watermark=0.3)
+    result.assert_preempted(request="large")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
 @pytest.mark.preempt_requires("max_model_len", "preempt", "stepped")
 @pytest.mark.parametrize("before", [1, 2])
 def test_preempted_shortly_before_the_models_length(preempt: PreemptHarness, before: int) -> None:
@@ -104,6 +118,30 @@ def test_a_victim_takes_one_place_in_the_queue(preempt: PreemptHarness) -> None:
     result = preempt.run(
         workload,
         plan=f"preempt:victim@step={2 * block}/squeeze:all@{2 * block + 1}..{2 * block + 3}",
+        block_size=block,
+        max_waiting_requests=2,
+    )
+    result.assert_preempted(request="victim")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("queue_limit", "abort", "preempt", "stepped", "hold_blocks")
+@pytest.mark.parametrize("aborted", ["victim", "newcomer"])
+def test_an_abort_gives_a_place_in_the_queue_back(preempt: PreemptHarness, aborted: str) -> None:
+    """Two wait where two may; one of them is aborted, and the next to arrive has its place."""
+    block = block_size(preempt)
+    step = 2 * block
+    workload = together(
+        request(preempt, "victim", 2 * block, 4 * block),
+        request(preempt, "newcomer", 2 * block, 2 * block, arrival_step=step + 1),
+        request(preempt, "next", 2 * block, 2 * block, arrival_step=step + 3),
+        request(preempt, "late", 2 * block, 2 * block, arrival_step=step + 8),
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt:victim@step={step}/squeeze:all@{step + 1}..{step + 5}"
+        f"/abort:{aborted}@step={step + 2}",
         block_size=block,
         max_waiting_requests=2,
     )

@@ -6,7 +6,14 @@ import msgspec
 import pytest
 
 from preempt_harness.harness import PreemptHarness
-from preempt_harness.suite.shapes import block_size, request, together
+from preempt_harness.suite.shapes import (
+    block_size,
+    drawn,
+    options,
+    request,
+    require_mode,
+    together,
+)
 from preempt_harness.workload import Operation, RequestSpec, Workload
 
 pytestmark = pytest.mark.preempt_requires("priority")
@@ -175,5 +182,103 @@ def test_who_has_become_the_least_urgent_is_the_next_victim(
     )
     result = preempt.run(workload, "tight", block_size=block, scheduling_policy="priority")
     result.assert_preempted(request="r0")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("preempt", "stepped", "hold_blocks")
+def test_equals_do_not_evict_each_other(preempt: PreemptHarness) -> None:
+    """The first waits for its blocks although it came before those who run."""
+    block = block_size(preempt)
+    workload = together(
+        [urgent(request(preempt, f"r{i}", 3 * block, 4 * block), 1) for i in range(3)]
+    )
+    result = preempt.run(
+        workload,
+        13,
+        plan="preempt:r0@out=2/squeeze:4@3..8",
+        block_size=block,
+        scheduling_policy="priority",
+    )
+    result.assert_preempted(request="r0")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("set_priority", "preempt", "stepped", "hold_blocks")
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("priority", [0, 3], ids=["more-urgent", "less-urgent"])
+def test_priority_changed_while_all_wait(preempt: PreemptHarness, priority: int, mode: str) -> None:
+    """Who is out, on the host or nowhere, returns in the place that the change gives it."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    changed = "r2" if priority == 0 else "r0"
+    workload = Workload(
+        requests=[urgent(request(preempt, f"r{i}", 2 * block + i, 4 * block), 1) for i in range(3)],
+        operations=[
+            Operation(kind="set_priority", step=step + 2, request=changed, priority=priority)
+            for step in (block, 2 * block + 2)
+        ],
+    )
+    result = preempt.run(
+        workload,
+        20,
+        plan=f"preempt-all@step={block}:{mode}/squeeze:all@{block + 1}..{block + 5}",
+        block_size=block,
+        scheduling_policy="priority",
+        options=options(preempt, preemption_mode=mode),
+    )
+    result.assert_preempted(mode=mode, at_least=3)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("parallel_sampling", "stepped")
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_victim_gives_up_the_places_of_all_its_outputs(preempt: PreemptHarness, n: int) -> None:
+    """There are blocks for all; the least urgent alone has the places that the urgent ones want."""
+    block = block_size(preempt)
+    workload = together(
+        urgent(request(preempt, "middle", block + 1, 5 * block), 1),
+        urgent(request(preempt, "calm", 2 * block, 5 * block, n=n, **drawn(preempt, n)), 2),
+        urgent(
+            request(preempt, "urgent", block, 2 * block, n=n, arrival_step=4, **drawn(preempt, 5)),
+            0,
+        ),
+    )
+    result = preempt.run(
+        workload,
+        20 * n,
+        block_size=block,
+        scheduling_policy="priority",
+        max_num_seqs=n + 1,
+    )
+    result.assert_preempted(request="calm")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.preempt_requires("prefix_caching", "stepped")
+@pytest.mark.parametrize("num_blocks", [8, 9, 10])
+def test_an_urgent_one_that_begins_as_its_victims_do(
+    preempt: PreemptHarness, num_blocks: int
+) -> None:
+    """What both have in common is shared while the victim runs, and no room when it has gone."""
+    block = block_size(preempt)
+    text = preempt.prompts.take(2 * block)
+    more = preempt.prompts.take(3 * block + 2)
+    workload = together(
+        urgent(request(preempt, "older", 2 * block + 1, 3 * block), 0),
+        urgent(request(preempt, "calm", [*text, more[0]], 2 * block - 2, arrival_step=1), 2),
+        urgent(request(preempt, "urgent", [*text, *more[1:]], 2 * block, arrival_step=2), 1),
+    )
+    result = preempt.run(
+        workload,
+        num_blocks,
+        block_size=block,
+        scheduling_policy="priority",
+        enable_prefix_caching=True,
+        expect_preemption=False,
+    )
     result.assert_matches_baseline()
     result.assert_clean()

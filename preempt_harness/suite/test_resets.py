@@ -55,3 +55,22 @@ def test_reset_about_a_swap(preempt: PreemptHarness, at: int) -> None:
     result.assert_preempted(request="victim", mode="swap")
     result.assert_matches_baseline()
     result.assert_clean()
+
+
+@pytest.mark.preempt_requires("reset_prefix_cache", "preempt")
+def test_what_comes_after_a_reset_is_found_again(preempt: PreemptHarness) -> None:
+    """Computed anew, lost, and computed once more: the cache begins afresh, it does not end."""
+    block = block_size(preempt)
+    prompt = preempt.prompts.take(4 * block)
+    workload = Workload(
+        requests=[
+            request(preempt, "before", prompt, block),
+            request(preempt, "first", list(prompt), 4 * block, arrival_step=block + 3),
+            request(preempt, "sharer", [*prompt, prompt[0]], 2 * block, arrival_step=2 * block + 4),
+        ],
+        operations=[Operation(kind="reset_prefix_cache", step=block + 2)],
+    )
+    result = preempt.run(workload, plan="preempt:sharer@out=3", block_size=block)
+    result.assert_preempted(request="sharer")
+    result.assert_matches_baseline()
+    result.assert_clean()

@@ -48,6 +48,30 @@ def test_item(preempt: PreemptHarness, item: str, at: str, mode: str) -> None:
 
 
 @MODES
+@pytest.mark.preempt_requires("parallel_sampling", "sampling")
+@pytest.mark.parametrize("at", ["chunk=1", "out=2"], ids=["prefill", "decode"])
+@pytest.mark.parametrize("item", [item for item in STATE if "n" not in STATE[item][1]])
+def test_item_of_several_outputs(preempt: PreemptHarness, item: str, at: str, mode: str) -> None:
+    """Each output has its own, before the preemption and after it."""
+    sampling = {"temperature": 1.0, "seed": 6, "n": 3} | state(preempt, item)
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    workload = together(
+        companions(preempt, block, count=1),
+        request(preempt, "victim", 2 * block + 1, 3 * block, **sampling),
+    )
+    result = preempt.run(
+        workload,
+        plan=f"preempt:victim@{at}:{mode}",
+        block_size=block,
+        **chunks(preempt, 2 * block),
+    )
+    result.assert_preempted(request="victim", mode=mode)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@MODES
 @pytest.mark.preempt_requires("stop_strings", "text")
 @pytest.mark.parametrize("length", [1, 3])
 def test_stop_string_over_a_preemption(preempt: PreemptHarness, length: int, mode: str) -> None:

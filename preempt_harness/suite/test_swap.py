@@ -286,3 +286,29 @@ def test_two_that_share_blocks_go_in_one_step(preempt: PreemptHarness, after: in
     )
     result.assert_matches_baseline()
     result.assert_clean()
+
+
+@pytest.mark.preempt_requires("priority", "prefix_caching", "stepped")
+def test_what_came_back_is_found_by_others(preempt: PreemptHarness) -> None:
+    """While it was out, everything it had left on the device was overwritten."""
+    block = block_size(preempt)
+    text = preempt.prompts.take(3 * block)
+    workload = together(
+        replace(request(preempt, "victim", [*text, text[0]], 5 * block), priority=2),
+        replace(request(preempt, "urgent", 11 * block, block, arrival_step=3), priority=0),
+        replace(
+            request(preempt, "later", [*text, text[1]], block, arrival_step=3 * block), priority=2
+        ),
+    )
+    result = preempt.run(
+        workload,
+        12,
+        block_size=block,
+        enable_prefix_caching=True,
+        scheduling_policy="priority",
+        max_num_batched_tokens=16 * block,
+        options=space(),
+    )
+    result.assert_preempted(request="victim", mode="swap")
+    result.assert_matches_baseline()
+    result.assert_clean()

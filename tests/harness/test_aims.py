@@ -22,6 +22,7 @@ from preempt_harness.generators import random_workload
 from preempt_harness.plan import PreemptAll, PreemptionPlan, Squeeze, Step
 from preempt_harness.record import (
     Aborted,
+    BlocksAllocated,
     BlocksCopied,
     BlocksPoisoned,
     CacheReset,
@@ -271,6 +272,19 @@ def test_readers_of_one_text_lose_their_blocks_in_its_middle() -> None:
         )
     assert num_cut >= len(SEEDS) // 3
     assert num_rows >= len(SEEDS) // 3
+
+
+def test_those_who_begin_alike_share_and_evict_each_other() -> None:
+    num_shared = num_evicted = 0
+    for trial in aimed("begun alike"):
+        record = run(trial)
+        victims = {event.request for event in record.events if isinstance(event, Preempted)}
+        num_evicted += bool(victims)
+        num_shared += any(
+            isinstance(event, BlocksAllocated) and event.num_cached for event in record.events
+        )
+    assert num_shared >= len(SEEDS) // 2
+    assert num_evicted >= len(SEEDS) // 3
 
 
 def test_a_crowd_grows_in_a_pool_for_some_and_some_are_given_up() -> None:

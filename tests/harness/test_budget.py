@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -14,6 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from preempt_harness import budget as budget_module
+from preempt_harness.adapters.embedded import EmbeddedAdapter
+from preempt_harness.adapters.protocol import EngineSettings
 from preempt_harness.admission import (
     AdmissionModel,
     AdmissionModelError,
@@ -22,7 +26,9 @@ from preempt_harness.admission import (
     simulate,
 )
 from preempt_harness.budget import BudgetError, KVBudget, NoPreemptingBudgetError
+from preempt_harness.record import Preempted
 from preempt_harness.strategies import workloads
+from preempt_harness.trial import Trial, run_trial
 from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
 
 
@@ -531,3 +537,66 @@ def test_a_wrong_admission_model_is_found_out_by_the_engine() -> None:
     run = run_exactly(TWINS, BLOCKS_OF_2, 8)
     assert list(simulate(TWINS, BLOCKS_OF_2, 8).preemptions) == run.preemptions
     assert list(simulate(TWINS, wrong, 8).preemptions) != run.preemptions
+
+
+def _several_outputs(source: random.Random) -> Workload:
+    """Requests of one to four outputs, which run to their full length."""
+    requests = []
+    for index in range(source.randint(2, 4)):
+        count = source.choice((1, 2, 2, 3, 4))
+        drawn = {"n": count, "temperature": 1.0, "seed": index} if count > 1 else {}
+        prompt = [source.randrange(4, 60) for _ in range(source.randint(1, 20))]
+        sampling = SamplingSpec(max_tokens=source.randint(1, 16), **drawn)
+        requests.append(RequestSpec(id=f"r{index}", prompt_token_ids=prompt, sampling=sampling))
+    return Workload(requests=requests)
+
+
+def test_several_outputs_are_judged_as_the_engine_runs_them() -> None:
+    """Proofs hold, and what is simulated is what happens but for rare odd chunks."""
+    adapter = EmbeddedAdapter()
+    verdicts, wrong = Counter[str](), 0
+    for seed in range(60):
+        source = random.Random(seed)
+        settings = EngineSettings(
+            num_blocks=1,
+            block_size=source.choice((1, 2, 4, 8)),
+            max_num_batched_tokens=source.choice((8, 16, 2048)),
+            enable_prefix_caching=source.random() < 0.5,
+        )
+        workload = _several_outputs(source)
+        admission = adapter.admission_model(settings)
+        smallest = KVBudget.solve(workload, admission, "minimal")
+        least, enough = smallest.num_blocks_min, smallest.num_blocks_never
+        for num_blocks in sorted({least, source.randint(least, enough), enough}):
+            budget = KVBudget.solve(workload, admission, num_blocks)
+            trial = Trial(
+                engine="embedded",
+                settings=msgspec.structs.replace(settings, num_blocks=num_blocks),
+                workload=workload,
+            )
+            record = run_trial(trial, adapter)
+            assert all(
+                len(output.token_ids) == request.sampling.max_tokens
+                for request in workload.requests
+                for output in record.results[request.id].outputs
+            ), f"{num_blocks} blocks are too few, seed {seed}"
+            preempts = any(isinstance(event, Preempted) for event in record.events)
+            verdicts[f"{budget.proof.kind}, {budget.verdict}"] += 1
+            if preempts != (budget.verdict == "preempts"):
+                assert budget.proof.kind == "simulated", (seed, budget.explain())
+                wrong += 1
+    assert min(verdicts.values()) >= 10, verdicts
+    assert len(verdicts) == 4
+    assert wrong <= 1
+
+
+def test_what_several_outputs_need_is_spelled_out() -> None:
+    sampling = SamplingSpec(max_tokens=6, n=3)
+    workload = Workload(
+        requests=[RequestSpec(id="r0", prompt_token_ids=list(range(9)), sampling=sampling)]
+    )
+    budget = KVBudget.solve(workload, AdmissionModel(block_size=4), 7)
+    # Two full blocks of the prompt, and of 14 tokens two blocks more for each output.
+    assert budget.verdict == "infeasible"
+    assert "r0: 2 + 3 * (ceil((9 + 6 - 1) / 4) - 2) = 8 blocks alone > 7" in budget.explain()
+    assert KVBudget.solve(workload, AdmissionModel(block_size=4), "minimal").num_blocks == 8

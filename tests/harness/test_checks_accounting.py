@@ -389,6 +389,26 @@ def test_a_victim_may_have_kept_some_of_its_drafts() -> None:
         assert (Code.ACC_PREEMPTED_COUNT in found) == expected, count
 
 
+@pytest.mark.parametrize(("count", "wrong"), [(0, False), (6, True)])
+def test_a_step_under_way_says_nothing_of_a_stay_that_began_since(count: int, wrong: bool) -> None:
+    """It lost its blocks, came back and lost them again while its old row was computed."""
+    record = run_fake(make_workload([6], max_tokens=12), num_blocks=20)
+    record.events = [
+        Arrived(0, "r0", [1] * 6, 12),
+        BlocksAllocated(0, "r0.0", [0, 1]),
+        Scheduled(0, "r0.0", 0, 6),
+        Preempted(2, "r0", "recompute", "prefill_last", "forced", 6, 6),
+        BlocksFreed(2, "r0.0", [1, 0]),
+        Resumed(2, "r0", 0),
+        BlocksAllocated(2, "r0.0", [2, 3]),
+        StepDone(0),
+        Preempted(3, "r0", "recompute", "just_resumed", "forced", count, 6),
+        BlocksFreed(3, "r0.0", [3, 2]),
+    ]
+    found = [item.code for item in accounting(record)]
+    assert (Code.ACC_PREEMPTED_COUNT in found) == wrong
+
+
 @pytest.mark.parametrize("name", ["num_computed_tokens", "num_tokens"])
 def test_victims_figures_off_by_one_are_found(record: TrialRecord, name: str) -> None:
     event = record.events[place_of(record, Preempted)]

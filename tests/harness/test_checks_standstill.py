@@ -10,11 +10,14 @@ from preempt_harness.checks import Code, Finding, run_checks
 from preempt_harness.record import (
     Arrived,
     BlocksAllocated,
+    BlocksFreed,
     Event,
+    Forked,
     PlanApplied,
     PoolCounts,
     Preempted,
     Scheduled,
+    TokensChosen,
     TokensDelivered,
 )
 
@@ -23,12 +26,15 @@ CAPABILITIES = ("recompute", "strict_order", "mixed_steps")
 
 
 def judged(
-    *events: Event, capabilities: tuple[str, ...] = CAPABILITIES, **config: object
+    *events: Event, capabilities: tuple[str, ...] = CAPABILITIES, n: int = 1, **config: object
 ) -> list[Finding]:
     """Findings on a log that consists of these events; blocks of four tokens, eight a step."""
-    record = run_fake(make_workload([6, 9], max_tokens=4))
+    workload = make_workload([6, 9], max_tokens=4)
+    record = run_fake(workload)
+    branched = [replace(item, sampling=replace(item.sampling, n=n)) for item in workload.requests]
     record.header = replace(
         record.header,
+        workload=replace(workload, requests=branched).to_builtins(),
         capabilities=list(capabilities),
         block_size=4,
         num_blocks=8,
@@ -94,6 +100,29 @@ def test_steps_and_engines_with_reasons_of_their_own_are_excused() -> None:
     assert judged(*log)
     assert judged(*log, capabilities=("recompute", "queue_order", "mixed_steps"))
     assert judged(*log, capabilities=("recompute", "mixed_steps")) == []
+
+
+def test_an_output_of_several_that_computes_goes_as_far_as_it_can() -> None:
+    """The others may wait for what it computes; they are not judged in that step."""
+    log: list[Event] = [
+        Arrived(0, "r0", [1] * 6, 4, 0),
+        BlocksAllocated(0, "r0.0", [0, 1], 0),
+        Scheduled(0, "r0.0", 0, 6),
+        Forked(0, "r0.0", "r0.1"),
+        TokensDelivered(0, "r0.0", [5], None, ""),
+        TokensDelivered(0, "r0.1", [6], None, ""),
+        pool(0),
+        BlocksFreed(1, "r0.0", [0, 1]),
+        BlocksFreed(1, "r0.1", [0, 1]),
+        BlocksAllocated(1, "r0.0", [0, 1], 0),
+        BlocksAllocated(1, "r0.1", [0, 2], 1),
+    ]
+    (found,) = judged(*log, Scheduled(1, "r0.0", 0, 3), pool(1), n=2)
+    assert (found.step, "up to position 3" in found.message) == (1, True)
+    assert judged(*log, Scheduled(1, "r0.0", 0, 7), pool(1), n=2) == []
+    beam: list[Event] = [TokensChosen(1, "r0.1", [7]), pool(1), Scheduled(2, "r0.1", 4, 7)]
+    (found,) = judged(*log, Scheduled(1, "r0.0", 0, 7), *beam, pool(2), n=2)
+    assert (found.step, "all its 8 known tokens" in found.message) == (2, True)
 
 
 def test_a_victim_of_others_is_no_reason_to_stand_still() -> None:

@@ -224,12 +224,32 @@ def test_step_of_which_more_is_told_is_judged_by_itself(
     assert findings(record) == findings_step_by_step(record)
 
 
-def test_whole_pool_may_be_told_of_after_a_step() -> None:
+def test_whole_pool_may_be_told_of_at_any_place() -> None:
+    """It comes behind the steps in which it stands, and is judged all the same."""
+    free = [8, 9]
+    for end in range(len(one_step(0, 5)) + 1):
+        for freed in (free, [8]):
+            record = steps()
+            place = _of_step(record, 5)[0] + end
+            state = PoolState(5, 10, freed, [], [], [], [1] * 8 + [0] * 2, TABLES, [], [*PROMPTS])
+            record.events.insert(place, state)
+            assert taken_together(record) == [NUM_STEPS - 1]
+            assert Trace(record).of(PoolState) == [state]
+            assert findings(record) == findings_step_by_step(record)
+            lost = run_checks(record, ["accounting"]).of("accounting")
+            assert any(item.part == "pool state" and item.findings for item in lost) == (
+                freed is not free
+            )
+
+
+def test_whole_pool_may_be_told_of_in_steps_in_which_nothing_runs() -> None:
     record = steps()
-    place = _of_step(record, 5)[-1] + 1
-    state = PoolState(5, 10, [8, 9], [], [], [], [1] * 8 + [0] * 2, TABLES, [], ["r0", "r1"])
-    record.events.insert(place, state)
-    assert taken_together(record) == [5, NUM_STEPS - 6]
+    state = PoolState(5, 10, [*range(10)], [], [], [], [0] * 10, {}, [], [])
+    record.events = [PoolCounts(step, 10, 10, 0, 0) for step in range(NUM_STEPS)]
+    record.events.insert(6, state)
+    assert taken_together(record) == [NUM_STEPS]
+    assert Trace(record).of(PoolState) == [state]
+    assert findings(record) == findings_step_by_step(record)
 
 
 @pytest.mark.parametrize(

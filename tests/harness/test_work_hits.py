@@ -15,6 +15,7 @@ from preempt_harness.record import (
     BlocksFreed,
     CacheReset,
     Header,
+    PoolCounts,
     Preempted,
     Scheduled,
     TokensDelivered,
@@ -43,8 +44,7 @@ def judge(
     events: list[AnyEvent],
     *,
     config: Any = None,
-    promise: str = "",
-    plan: str = "",
+    keeps: bool = False,
     **sampling: Any,
 ) -> list[Finding]:
     prompts = {item.request: item.prompt_token_ids for item in events if isinstance(item, Arrived)}
@@ -59,10 +59,9 @@ def judge(
         engine="by hand",
         model="none",
         config={"enable_prefix_caching": True} if config is None else config,
-        capabilities=[promise] if promise else [],
-        plan=plan,
         block_size=4,
         num_blocks=20,
+        capabilities=["recompute", "keeps_freed_blocks"] if keeps else [],
         observed=sorted(event_names()),
     )
     found = run_checks(TrialRecord(header=header, events=events), ["work"]).findings
@@ -154,7 +153,73 @@ def test_what_goes_on_after_a_swap_need_not_be_offered() -> None:
     ]
     rest = [Scheduled(2, "r0.0", 2, 11), *new([*PROMPT, 5], [10, 11, 12], 0, step=6)]
     assert not judge([*begun, *swapped, *rest])
+    assert judge([*begun, *swapped, *rest], keeps=True)
     assert judge([*begun, *rest])
+
+
+def test_old_content_that_comes_back_after_a_reset_is_not_offered() -> None:
+    swapped = [
+        Preempted(4, "r0", "swap", "decode", "forced", 12, 13),
+        BlocksFreed(4, "r0.0", [0, 1, 2]),
+        CacheReset(5),
+        BlocksAllocated(5, "r0.0", [0, 1, 2]),
+        Scheduled(5, "r0.0", 12, 13),
+    ]
+    late = new([*PROMPT, 5], [10, 11, 12], 0, step=9)
+    assert not judge([*OLD, *swapped, *late], keeps=True)
+    swapped.pop(2)
+    assert judge([*OLD, *swapped, *late], keeps=True)
+
+
+GIVEN_UP = [*OLD, BlocksFreed(4, "r0.0", [2, 1, 0])]
+LATE = new([*PROMPT, 5], [10, 11, 12], 0, step=5)
+
+
+def test_what_nobody_holds_is_found_by_engines_that_keep_it() -> None:
+    assert not judge([*GIVEN_UP, *LATE])
+    (finding,) = judge([*GIVEN_UP, *LATE], keeps=True)
+    assert "first 2 blocks" in finding.message
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        [Arrived(4, "r2", [7], 8), BlocksAllocated(4, "r2.0", [2, 1, 0])],
+        [CacheReset(4)],
+        [PoolCounts(4, num_blocks=20, free=10, cached=9, used=0, held=1)],
+    ],
+    ids=["handed-out", "reset", "withheld"],
+)
+def test_what_may_be_gone_need_not_be_found(between: list[AnyEvent]) -> None:
+    assert not judge([*GIVEN_UP, *between, *LATE], keeps=True)
+
+
+def test_what_was_given_up_at_once_may_not_have_been_offered() -> None:
+    at_once = [*OLD[:4], BlocksFreed(1, "r0.0", [2, 1, 0])]
+    assert not judge([*at_once, *LATE], keeps=True)
+
+
+@pytest.mark.parametrize(
+    ("taken", "blamed"),
+    [([2], []), ([2, 1, 0], []), ([1], [1]), ([2, 0], [0]), ([0, 1, 2], [0])],
+)
+def test_ends_of_prefixes_go_before_their_beginnings(taken: list[int], blamed: list[int]) -> None:
+    other = [Arrived(5, "r2", [7] * 5, 8), BlocksAllocated(5, "r2.0", taken)]
+    found = judge([*GIVEN_UP, *other], keeps=True)
+    assert [finding.block for finding in found] == blamed
+    assert not judge([*GIVEN_UP, *other])
+
+
+def test_an_end_that_somebody_else_has_is_not_missed() -> None:
+    """Two hold the beginning in blocks of their own: which of them is found is not known."""
+    twice = [
+        Arrived(1, "r2", [*PROMPT[:4], 9], 8),
+        BlocksAllocated(1, "r2.0", [7, 8]),
+        Scheduled(1, "r2.0", 0, 5),
+        TokensDelivered(1, "r2.0", [99]),
+    ]
+    other = [Arrived(5, "r3", [7], 8), BlocksAllocated(5, "r3.0", [0])]
+    assert not judge([*OLD, *twice, GIVEN_UP[-1], *other], keeps=True)
 
 
 def test_where_nothing_is_shared_nothing_is_judged() -> None:
@@ -163,41 +228,3 @@ def test_where_nothing_is_shared_nothing_is_judged() -> None:
     assert not judge(missed, config={"enable_prefix_caching": True, "num_speculative_tokens": 2})
     assert not judge(missed, n=2)
     assert not judge(missed, prompt_logprobs=0)
-
-
-FREED = BlocksFreed(4, "r0.0", [2, 1, 0])
-
-
-def test_freed_blocks_that_are_promised_are_to_be_found() -> None:
-    missed = [*OLD, FREED, *new([*PROMPT, 5], [10, 11, 12], 0, step=5)]
-    (finding,) = judge(missed, promise="keeps_freed")
-    assert "the pool keeps the first 2 blocks" in finding.message
-    assert not judge(missed)
-    assert not judge(missed, promise="keeps_freed", plan="squeeze:all@1..2")
-    ahead = {"enable_prefix_caching": True, "async_scheduling": 1}
-    assert not judge(missed, promise="keeps_freed", config=ahead)
-    found = [*OLD, FREED, *new([*PROMPT, 5], [0, 1, 12], 2, step=5)]
-    assert not judge(found, promise="keeps_freed")
-
-
-def test_what_was_handed_out_again_or_came_too_late_is_not_kept() -> None:
-    taken = [Arrived(4, "r2", [3] * 4, 8), BlocksAllocated(4, "r2.0", [2, 1])]
-    one = new([*PROMPT, 5], [0, 11, 12], 1, step=5)
-    assert not judge([*OLD, FREED, *taken, *one], promise="keeps_freed")
-    early = msgspec.structs.replace(FREED, step=1)
-    missed = new([*PROMPT, 5], [10, 11, 12], 0, step=5)
-    assert not judge([*OLD, early, *missed], promise="keeps_freed")
-    swapped = Preempted(4, "r0", "swap", "decode", "forced", 12, 13)
-    assert not judge([*OLD, swapped, FREED, *missed], promise="keeps_freed")
-
-
-@pytest.mark.parametrize(("taken", "is_found"), [([0], True), ([2], False), ([2, 1], False)])
-def test_a_beginning_outlives_what_follows_it(taken: list[int], is_found: bool) -> None:
-    other = [Arrived(5, "r2", [3] * 8, 8), BlocksAllocated(5, "r2.0", taken)]
-    later = [Arrived(6, "r3", [4] * 4, 8), BlocksAllocated(6, "r3.0", [12])]
-    found = judge([*OLD, FREED, *other, *later], promise="keeps_freed")
-    assert bool(found) == is_found
-    if is_found:
-        assert (found[0].step, found[0].block) == (5, 0)
-        assert "while block 1, which goes on from its content" in found[0].message
-    assert not judge([*OLD, FREED, *other, *later])

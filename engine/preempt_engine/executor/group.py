@@ -12,18 +12,15 @@ import time
 import weakref
 from typing import NoReturn
 
-from preempt_engine import errors
 from preempt_engine.errors import (
     CollectiveError,
     EngineClosedError,
     EngineError,
     WireProtocolError,
     WorkerDiedError,
-    WorkerError,
-    WorkerFailedError,
-    WorkerOutOfMemoryError,
     WorkerTimeoutError,
 )
+from preempt_engine.executor.failures import error_from
 from preempt_engine.executor.launch import WorkerProcess, kill_all, start_worker
 from preempt_engine.executor.wire import (
     Failed,
@@ -238,34 +235,8 @@ def _error_of(worker: WorkerProcess, frame: Frame | None) -> EngineError:
             worker.read_stacks(),
         )
     if frame.kind is MessageKind.FAILED:
-        return _error_from(worker.rank, decode_body(frame.body, Failed))
+        return error_from(worker.rank, decode_body(frame.body, Failed))
     return WireProtocolError(
         f"Rank {worker.rank} answered with {frame.kind.name} out of turn.",
         "This is a bug of the engine; please report it.",
-    )
-
-
-def _error_from(rank: int, failed: Failed) -> EngineError:
-    """A rank's exception, as one of the engine's own."""
-    what = f"{failed.kind}: {failed.message}" if failed.message else failed.kind
-    if failed.out_of_memory:
-        return WorkerOutOfMemoryError(
-            f"Rank {rank} ran out of memory ({what}).",
-            "Lower num_kv_blocks, max_num_batched_tokens or the memory settings.",
-            rank,
-            failed.traceback,
-        )
-    known = getattr(errors, failed.kind, None)
-    if isinstance(known, type) and issubclass(known, WorkerError):
-        message = f"Rank {rank}: {failed.message}"
-        return known(message, failed.advice, rank, failed.traceback)
-    if isinstance(known, type) and issubclass(known, EngineError):
-        error = known(failed.message, failed.advice)
-        error.add_note(f"Traceback of rank {rank}:\n{failed.traceback}")
-        return error
-    return WorkerFailedError(
-        f"Rank {rank} raised {what}.",
-        "Its traceback is below.",
-        rank,
-        failed.traceback,
     )

@@ -1,4 +1,4 @@
-"""Tensor parallel ranks, each in a process of its own; scheduler and blocks stay with the driver.
+"""Tensor parallel ranks, as a rule in processes; scheduler and blocks stay with the driver.
 
 Owns the conversation: a step goes to all ranks as one message, every rank acknowledges it, their
 shares of the result become one `LogitsBatch`. Knows nothing of models.
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from preempt_engine.config import EngineConfig
 from preempt_engine.errors import ConfigError, WireProtocolError
 from preempt_engine.executor.group import WorkerGroup
+from preempt_engine.executor.inline import InlineGroup
 from preempt_engine.executor.shares import select_share_codec
 from preempt_engine.executor.step_codec import StepEncoder
 from preempt_engine.executor.wire import (
@@ -41,7 +42,7 @@ class SentStep:
 
 
 class MultiprocExecutor:
-    """Runs steps on `tensor_parallel_size` worker processes.
+    """Runs steps on `tensor_parallel_size` ranks.
 
     Args:
         config: of the engine; `model` is a local directory, or "exact".
@@ -144,7 +145,11 @@ class MultiprocExecutor:
         inherited = () if config.is_exact else (store_fd,)
         try:
             size = config.tensor_parallel_size
-            self._group = WorkerGroup(size, _environment(size), inherited)
+            self._group: WorkerGroup | InlineGroup = (
+                WorkerGroup(size, _environment(size), inherited)
+                if config.worker_processes
+                else InlineGroup(size)
+            )
             self._group.broadcast(MessageKind.INIT, encode_body(Init(config, store_fd)))
             limit_s = config.worker_start_timeout_s
             bodies = self._group.gather(MessageKind.READY, limit_s, f"starting ({limit_s:g} s)")

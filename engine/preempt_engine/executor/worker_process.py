@@ -14,31 +14,16 @@ import signal
 import socket
 import sys
 import threading
-import traceback
-from typing import TYPE_CHECKING
 
-from preempt_engine.errors import EngineError
-from preempt_engine.executor.reports import ReportCollector
-from preempt_engine.executor.shares import ShareCodec, select_share_codec
-from preempt_engine.executor.step_codec import StepDecoder
+from preempt_engine.executor.failures import describe_failure
+from preempt_engine.executor.rank import Rank
 from preempt_engine.executor.wire import (
-    Failed,
     Frame,
     FrameBuffer,
-    Init,
     MessageKind,
-    Ready,
-    StepDone,
-    decode_body,
     encode_body,
-    encode_step_done,
     make_frame,
 )
-from preempt_engine.worker.build import build_runner
-from preempt_engine.worker.hooks import run_worker_hooks
-
-if TYPE_CHECKING:
-    from preempt_engine.executor.protocol import Runner
 
 _CHUNK = 1 << 16
 
@@ -87,29 +72,8 @@ def _exit_with_driver(sock: socket.socket) -> None:
     threading.Thread(target=watch, name="exit-with-driver", daemon=True).start()
 
 
-def describe_failure(error: BaseException) -> Failed:
-    """An exception as the driver is told of it."""
-    # Told apart by name, because torch must not be imported for it; torch's CPU allocator raises
-    # a plain RuntimeError.
-    out_of_memory = (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
-    )
-    message, advice = str(error), ""
-    if isinstance(error, EngineError):
-        message, advice = error.message, error.advice
-    return Failed(
-        kind=type(error).__name__,
-        message=message,
-        advice=advice,
-        traceback="".join(traceback.format_exception(error)),
-        out_of_memory=out_of_memory,
-    )
-
-
 class Worker:
-    """Answers one driver.
+    """A rank behind a socket.
 
     Args:
         rank: tensor parallel rank.
@@ -117,52 +81,19 @@ class Worker:
     """
 
     def __init__(self, rank: int, sock: socket.socket) -> None:
-        self._rank = rank
+        self._rank = Rank(rank)
         self._socket = sock
         self._buffer = FrameBuffer()
-        self._decoder = StepDecoder()
-        self._reports = ReportCollector()
 
     def serve(self) -> None:
-        """Build the runner, then take steps until told to close.
+        """Answer until told to close.
 
         Raises:
             DriverGoneError: the driver's end of the socket is closed.
             Exception: whatever the runner raises, and WireProtocolError.
         """
-        runner, codec = self._start(decode_body(self._receive().body, Init))
-        while True:
-            frame = self._receive()
-            if frame.kind is MessageKind.STEP:
-                self._step(runner, codec, frame.body)
-            elif frame.kind is MessageKind.RESET:
-                self._decoder.reset()
-                runner.reset()
-                self._send(MessageKind.RESET_DONE, b"")
-            else:
-                assert frame.kind is MessageKind.CLOSE, frame.kind
-                runner.close()
-                return
-
-    def _start(self, init: Init) -> tuple[Runner, ShareCodec]:
-        runner = build_runner(init.config, self._rank, init.store_fd)
-        run_worker_hooks(init.config.worker_hooks, runner)
-        ready = Ready(
-            num_kv_blocks=runner.num_kv_blocks,
-            num_host_blocks=runner.num_host_blocks,
-            vocab_size=runner.vocab_size,
-            max_model_len=runner.max_model_len,
-            eos_token_ids=sorted(runner.eos_token_ids),
-        )
-        self._send(MessageKind.READY, encode_body(ready))
-        return runner, select_share_codec(init.config, runner.vocab_size)
-
-    def _step(self, runner: Runner, codec: ShareCodec, body: bytes) -> None:
-        step, wants_reports = self._decoder.decode(body)
-        runner.observer = self._reports if wants_reports else None
-        share = codec.encode(self._rank, step, runner.execute(step))
-        done = StepDone(step.step_id, share, self._reports.take())
-        self._send(MessageKind.STEP_DONE, encode_step_done(done))
+        while (answer := self._rank.answer(self._receive())) is not None:
+            self._send(*answer)
 
     def _receive(self) -> Frame:
         while (frame := self._buffer.next_frame()) is None:
