@@ -438,6 +438,7 @@ def test_parts_without_their_events_say_so(record: TrialRecord) -> None:
     report = run_checks(record, ["accounting"])
     assert report.findings == ()
     assert set(report.not_observable) == {
+        "accounting/gauges",
         "accounting/pool state",
         "accounting/worker view",
         "accounting/worker tables",
