@@ -563,9 +563,9 @@ def test_while_blocks_are_held_who_drafts_comes_and_goes(
 ) -> None:
     """Unless drafts never cost a request its blocks."""
     lacks = [lost(3, "r1", "out_of_blocks")] * 40
-    made = record([FIRST, SECOND], [replace(HELD, step=3), *lacks])
-    made.header.capabilities = promises
-    made.header.config["num_speculative_tokens"] = 4
+    events = [replace(HELD, step=3), *lacks]
+    config = {"num_speculative_tokens": 4}
+    made = record([FIRST, SECOND], events, config=config, capabilities=promises)
     expected = [] if excused else [(None, "r1")]
     assert found(made, "work", Code.WORK_PREEMPTIONS) == expected
 
