@@ -34,6 +34,7 @@ KINDS = (
     "pace",
     "branch_state",
     "coincidences",
+    "workers_and_results",
 )
 
 
