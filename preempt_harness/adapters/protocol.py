@@ -29,6 +29,7 @@ RESET_RUNNING_REQUESTS = "reset_running_requests"
 RECOMPUTE = "recompute"  # preempts by recompute
 SWAP = "swap"  # preempts by swap
 PREFIX_CACHING = "prefix_caching"
+LASTING_CACHE = "lasting_cache"  # a full block is found until it is handed out, held or not
 CHUNKED_PREFILL = "chunked_prefill"
 MIXED_STEPS = "mixed_steps"  # a step decodes and prefills, each request as far as the budget goes
 STRICT_ORDER = "strict_order"  # by priority and arrival: who is let in, who keeps its blocks
@@ -75,6 +76,7 @@ CAPABILITIES = frozenset(
         RECOMPUTE,
         SWAP,
         PREFIX_CACHING,
+        LASTING_CACHE,
         CHUNKED_PREFILL,
         MIXED_STEPS,
         STRICT_ORDER,
