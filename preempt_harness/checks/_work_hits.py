@@ -18,7 +18,7 @@ from collections.abc import Sequence, Set
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.progress import steps_ahead, steps_with_held_blocks
 from preempt_harness.checks.steady import SteadySteps
-from preempt_harness.checks.tables import TABLE_EVENTS, Lease, SchedulerTables, TableEvent
+from preempt_harness.checks.tables import TABLE_EVENTS, SchedulerTables, TableEvent
 from preempt_harness.checks.trace import DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
     Arrived,
@@ -96,7 +96,7 @@ class _Hits:
         self._back: dict[str, int] = {}  # request -> step in which it came back from the host
         # What goes on from content of before a reset may not be offered, and where that came back
         # from the host, nobody knows its age.
-        self._not_offered: list[Lease] = []
+        self._not_offered: set[str] = set()  # sequences
 
     def take(self, event: object) -> None:
         """Take in the next event."""
@@ -124,7 +124,9 @@ class _Hits:
                 self._left.update(dict.fromkeys(left, event.step))
         elif isinstance(event, CacheReset):
             self._content.clear()
-            self._not_offered = list(self._tables.leases.values())
+            if self._lasts:  # and nothing else does: where it stood before does not matter
+                self._places.clear()
+            self._not_offered = set(self._tables.leases)
         elif isinstance(event, Preempted):
             if event.mode == "swap":
                 self._swapped.add(event.request)
@@ -135,9 +137,8 @@ class _Hits:
         """The child knows what its parent does, and offers what that would."""
         self._known[event.child] = list(self._known[event.parent])
         self._chains[event.child] = list(self._chains[event.parent])
-        leases = self._tables.leases
-        if leases.get(event.parent) in self._not_offered and event.child in leases:
-            self._not_offered.append(leases[event.child])
+        if event.parent in self._not_offered:
+            self._not_offered.add(event.child)
 
     def _allocate(self, event: BlocksAllocated) -> None:
         request = request_of(event.seq)
@@ -150,7 +151,9 @@ class _Hits:
             self._judge(event)
         self._tables.allocate(event)
         if begins and comes_back:
-            self._not_offered.append(self._tables.leases[event.seq])
+            self._not_offered.add(event.seq)
+        elif begins:
+            self._not_offered.discard(event.seq)
         for block in event.blocks[event.num_cached :]:
             self._content.pop(block, None)
 
@@ -198,7 +201,7 @@ class _Hits:
         for seq, start, end in zip(seqs, starts, ends, strict=True):
             first, stop = start // self._size, end // self._size
             lease = self._tables.leases.get(seq)
-            if first == stop or lease is None or lease in self._not_offered:
+            if first == stop or lease is None or seq in self._not_offered:
                 continue
             chain = self._chain(seq)
             for index in range(first, min(stop, len(chain), len(lease.blocks))):

@@ -21,7 +21,7 @@ from typing import Any
 
 from preempt_harness.checks._work_idle import admits_when_it_can
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
-from preempt_harness.checks.tables import TABLE_EVENTS, Lease, SchedulerTables, TableEvent
+from preempt_harness.checks.tables import TABLE_EVENTS, SchedulerTables, TableEvent
 from preempt_harness.checks.trace import DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
     Aborted,
@@ -85,7 +85,7 @@ class _Undrafted:
     def _begin_step(self) -> None:
         self._num_tokens = 0
         self._rows: list[tuple[str, int, int]] = []
-        self._before: dict[str, Lease] = self._tables.leases
+        self._num_held = {seq: len(lease.blocks) for seq, lease in self._tables.leases.items()}
         self._delivered: list[tuple[str, list[int]]] = []
         holding = set(map(request_of, self._tables.leases))
         self._is_excused = not self._live <= holding
@@ -118,7 +118,7 @@ class _Undrafted:
     def _end_step(self, pool: PoolCounts) -> None:
         budget = self._header.config.get("max_num_batched_tokens")
         computing = {seq for seq, _, _ in self._rows}
-        nobody_is_short = computing >= self._before.keys()
+        nobody_is_short = computing >= self._num_held.keys()
         has_tokens = isinstance(budget, int) and self._num_tokens < budget
         if has_tokens and nobody_is_short and not self._is_excused and not pool.held:
             for seq, start, end in self._rows:
@@ -132,11 +132,11 @@ class _Undrafted:
 
     def _judge(self, step: int, seq: str, start: int, end: int) -> None:
         """Find a row that ends with the newest token, and need not."""
-        known, lease = self._known.get(seq, []), self._before.get(seq)
+        known = self._known.get(seq, [])
         self.listing.count("rows judged")
-        if not start + 1 == end == len(known) or lease is None:
+        if not start + 1 == end == len(known):
             return
-        has_room = end < len(lease.blocks) * self._header.block_size
+        has_room = end < self._num_held.get(seq, 0) * self._header.block_size
         has_more = end + 1 < self._last_position(seq)
         if not has_room or not has_more or not self._guesses.has_one(seq, known):
             return

@@ -494,6 +494,7 @@ FAULTS = (
                 "self._executor.num_kv_blocks - num_shared",
             ),
         ),
-        needs=frozenset({"tensor_parallel", "pool_limit"}),
+        model="tiny-llama",
+        needs=frozenset({"pool_limit"}),
     ),
 )
