@@ -1,8 +1,7 @@
 """Work: who could have drafts has some.
 
-A sequence whose newest token alone is left to compute costs a step for each token where drafts
-might save some. Nothing tells of drafts that are not there but the steps that they would have saved.
-So a row of the newest token alone is wrong where drafts were to be had and there was room for one:
+Drafts that are not there cost steps, and nothing else tells of them. So a row of the newest token
+alone is wrong where drafts were to be had and there was room for one:
 
 - the step before gave the sequence that token, and it kept its blocks since;
 - its method has a guess: a draft model and a script always, n-grams where the shortest end of the
@@ -10,8 +9,8 @@ So a row of the newest token alone is wrong where drafts were to be had and ther
 - another token may come behind the draft, whose position lies in a block that it has already;
 - the step leaves tokens of the budget unused, nobody waits, and nobody goes without.
 
-For engines of which `admits_when_it_can`; of branches some need copies first, so requests of several
-are not judged, nor is a step with a preemption, an action of the plan, an error or withheld blocks.
+For engines of which `admits_when_it_can`. Branches may need copies first, so requests of several
+are not judged; nor is a step with a preemption, an action of the plan, an error or withheld blocks.
 """
 
 from __future__ import annotations

@@ -71,9 +71,7 @@ def test_branches_after_a_reset_find_what_they_wrote(preempt: PreemptHarness) ->
         ],
         operations=[Operation(kind="reset_prefix_cache", step=2)],
     )
-    result = preempt.run(
-        workload, plan=f"preempt:new@out={4 * block}:recompute", block_size=block
-    )
+    result = preempt.run(workload, plan=f"preempt:new@out={4 * block}:recompute", block_size=block)
     result.assert_preempted(request="new", mode="recompute")
     result.assert_matches_baseline()
     result.assert_clean(require=["work"])

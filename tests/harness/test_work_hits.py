@@ -14,7 +14,9 @@ from preempt_harness.record import (
     BlocksAllocated,
     BlocksFreed,
     CacheReset,
+    Forked,
     Header,
+    PoolCounts,
     Preempted,
     Scheduled,
     TokensDelivered,
@@ -39,7 +41,9 @@ def new(prompt: list[int], blocks: list[int], num_cached: int, *, step: int = 4)
     return [Arrived(step, "r1", prompt, 8), BlocksAllocated(step, "r1.0", blocks, num_cached)]
 
 
-def judge(events: list[AnyEvent], *, config: Any = None, **sampling: Any) -> list[Finding]:
+def judge(
+    events: list[AnyEvent], *, config: Any = None, lasting: bool = False, **sampling: Any
+) -> list[Finding]:
     prompts = {item.request: item.prompt_token_ids for item in events if isinstance(item, Arrived)}
     workload = Workload(
         requests=[
@@ -54,6 +58,7 @@ def judge(events: list[AnyEvent], *, config: Any = None, **sampling: Any) -> lis
         config={"enable_prefix_caching": True} if config is None else config,
         block_size=4,
         num_blocks=20,
+        capabilities=["lasting_cache"] if lasting else [],
         observed=sorted(event_names()),
     )
     found = run_checks(TrialRecord(header=header, events=events), ["work"]).findings
@@ -154,3 +159,75 @@ def test_where_nothing_is_shared_nothing_is_judged() -> None:
     assert not judge(missed, config={"enable_prefix_caching": True, "num_speculative_tokens": 2})
     assert not judge(missed, n=2)
     assert not judge(missed, prompt_logprobs=0)
+
+
+# Engines whose cache lasts ------------------------------------------------------------------------
+
+FREED = BlocksFreed(3, "r0.0", [2, 1, 0])
+MISS = new([*PROMPT, 5], [10, 11, 12], 0)
+
+
+def test_what_nobody_holds_lasts_where_that_is_promised() -> None:
+    (finding,) = judge([*OLD, FREED, *MISS], lasting=True)
+    assert "not handed out since" in finding.message
+    assert not judge([*OLD, FREED, *MISS])
+    assert not judge([*OLD, FREED, *new([*PROMPT, 5], [0, 1, 10], 2)], lasting=True)
+    ahead = {"enable_prefix_caching": True, "async_scheduling": 1}
+    assert not judge([*OLD, FREED, *MISS], lasting=True, config=ahead)
+
+
+def test_what_was_handed_out_or_may_have_been_withheld_does_not_last() -> None:
+    other: list[AnyEvent] = [
+        Arrived(3, "r2", [50, 51], 8),
+        BlocksAllocated(3, "r2.0", [0]),
+    ]
+    assert not judge([*OLD, FREED, *other, *MISS], lasting=True)
+    held = [PoolCounts(3, 20, 0, 0, 0, 20), PoolCounts(4, 20, 17, 3, 0, 0)]
+    assert not judge([*OLD, FREED, *held, *MISS], lasting=True)
+    assert judge([*OLD, *held, *MISS], lasting=True)  # a running request has it
+
+
+BRANCHES = [
+    Arrived(0, "r0", PROMPT, 8),
+    BlocksAllocated(0, "r0.0", [0, 1, 2]),
+    Scheduled(0, "r0.0", 0, 11),
+    Forked(0, "r0.0", "r0.1"),
+    TokensDelivered(0, "r0.0", [30]),
+    TokensDelivered(0, "r0.1", [31]),
+    BlocksAllocated(1, "r0.1", [3]),
+    BlocksFreed(1, "r0.1", [2]),
+    Scheduled(1, "r0.0", 11, 12),
+    Scheduled(1, "r0.1", 11, 12),
+    TokensDelivered(1, "r0.0", [32]),
+    TokensDelivered(1, "r0.1", [33]),
+    Preempted(5, "r0", "recompute", "decode", "forced", 24, 26),
+    BlocksFreed(5, "r0.0", [2, 1, 0]),
+    BlocksFreed(5, "r0.1", [3, 1, 0]),
+]
+
+
+def test_each_branch_finds_what_it_wrote() -> None:
+    first = BlocksAllocated(6, "r0.0", [0, 1, 2, 4], 3)
+    misses = BlocksAllocated(6, "r0.1", [0, 1, 5, 6], 2)
+    finds = BlocksAllocated(6, "r0.1", [0, 1, 3, 5], 3)
+    (finding,) = judge([*BRANCHES, first, misses], lasting=True, n=2)
+    assert finding.sequence == "r0.1"
+    assert not judge([*BRANCHES, first, finds], lasting=True, n=2)
+    assert not judge([*BRANCHES, first, misses], n=2)
+
+
+def test_branches_that_come_back_from_the_host_need_no_hits() -> None:
+    swapped = [
+        msgspec.structs.replace(event, mode="swap") if isinstance(event, Preempted) else event
+        for event in BRANCHES
+    ]
+    back = [BlocksAllocated(6, f"r0.{branch}", [9 + branch, 7, 5], 0) for branch in (0, 1)]
+    assert not judge([*swapped, *back], lasting=True, n=2)
+
+
+def test_branches_of_what_goes_on_after_a_reset_are_not_offered() -> None:
+    reset = [BRANCHES[0], BRANCHES[1], CacheReset(0), *BRANCHES[2:]]
+    again = [BlocksAllocated(6, f"r0.{branch}", [9 + branch, 7, 5], 0) for branch in (0, 1)]
+    assert not judge([*reset, *again], lasting=True, n=2)
+    before = [BRANCHES[0], CacheReset(0), *BRANCHES[1:]]
+    assert judge([*before, *again], lasting=True, n=2)
