@@ -34,7 +34,8 @@ KINDS = (
     "pace",
     "branch_state",
     "coincidences",
-    "workers_and_results",
+    "worker_side",
+    "way_back",
 )
 
 
