@@ -4,16 +4,17 @@ A step takes victims one by one, until there is room. So without its last victim
 blocks that are free when the step is launched are fewer than those that the last one gave up and
 those that it needs itself to go on. If they are not, it could have kept them.
 
-Counted from the log: blocks that no table names. Not judged are victims that the plan or an urgent
-request asked for, those of several branches, steps in which anybody is swapped or in which the
-harness holds blocks, and steps that are decided ahead.
+Counted from the log: blocks that no table names. How far each of several branches is, it does not
+tell: they are taken to need the most that they can, with copies of shared blocks. Not judged are
+victims that the plan or an urgent request asked for, steps in which anybody is swapped or in which
+the harness holds blocks, and steps that are decided ahead.
 """
 
 from __future__ import annotations
 
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.progress import steps_ahead, steps_with_held_blocks
-from preempt_harness.checks.tables import TABLE_EVENTS, SchedulerTables, TableEvent, num_blocks_for
+from preempt_harness.checks.tables import TABLE_EVENTS, SchedulerTables, TableEvent
 from preempt_harness.checks.trace import Trace
 from preempt_harness.record import (
     BlocksFreed,
@@ -49,9 +50,6 @@ class _Needless:
         self.listing = Listing()
         self._size = trace.header.block_size
         self._num_drafts = trace.header.config.get("num_speculative_tokens", 0)
-        self._single = {
-            name for name, spec in trace.specs.items() if spec.sampling.num_sequences == 1
-        }
         self._with_held = trace.derive(steps_with_held_blocks)
         self._num_own = trace.header.config.get("reserved_blocks", 0)
         self._num_blocks = trace.header.num_blocks
@@ -89,15 +87,26 @@ class _Needless:
 
     def _preempt(self, event: Preempted) -> None:
         self._enter(event.step)
-        lease = self._tables.leases.get(f"{event.request}.0")
-        by_need = event.reason == "out_of_blocks" and event.request in self._single
-        if not by_need or event.mode == "swap" or lease is None:
+        held = [
+            len(lease.blocks)
+            for seq, lease in self._tables.leases.items()
+            if request_of(seq) == event.request
+        ]
+        if event.reason != "out_of_blocks" or event.mode == "swap" or not held:
             self._is_excused = True
             return
-        wanted = max(event.num_tokens, event.num_computed_tokens + 1) + 2 * self._num_drafts
         self._last = event
         self._num_given = 0
-        self._num_needed = max(1, num_blocks_for(wanted, self._size) - len(lease.blocks))
+        self._num_needed = max(1, self._most_wanted(event, len(held)) - sum(held))
+
+    def _most_wanted(self, victim: Preempted, num_branches: int) -> int:
+        """Blocks with which all of its branches can go on, copies of shared ones included."""
+        tokens = max(victim.num_tokens, victim.num_computed_tokens + num_branches)
+        tokens += 2 * self._num_drafts * num_branches
+        # However the tokens are spread over them, each begins at most one block that it leaves.
+        wanted: int = (tokens + num_branches * (self._size - 1)) // self._size
+        may_share_last = victim.num_computed_tokens % (num_branches * self._size) != 0
+        return wanted + (num_branches - 1 if may_share_last else 0)
 
     def _launch(self, step: int) -> None:
         victim = self._last

@@ -161,19 +161,4 @@ FAULTS = (
         ),
         needs=_NEEDS,
     ),
-    Fault(
-        name="room-for-one-step-ahead",
-        mechanism="drafts leave room behind them for one step that is decided already, not for "
-        "as many as there may be",
-        source="mechanism",
-        expected=("CRASH", "KVSAN"),
-        patches=(
-            Patch(
-                f"{_ASYNC}._add_drafts",
-                "ahead = item.end + self.config.async_scheduling",
-                "ahead = item.end + 1  # the token that follows is decided",
-            ),
-        ),
-        needs=frozenset({"async_scheduling", "speculation"}),
-    ),
 )

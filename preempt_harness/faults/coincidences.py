@@ -7,6 +7,7 @@ from preempt_harness.faults.fault import Fault, Patch, before
 from preempt_harness.faults.places import DELIVERY, RESIDENCY, SCHEDULER
 
 _BLOCKS = "preempt_engine.block_manager:BlockManager"
+_ASYNC = "preempt_engine.async_scheduler:AsyncScheduler"
 _SWAPPER = "preempt_engine.swapping:Swapper"
 _SEVERAL = frozenset({"parallel_sampling"})
 _SPECULATION = frozenset({"speculation"})
@@ -338,5 +339,20 @@ FAULTS = (
             ),
         ),
         needs=frozenset({"parallel_sampling"}),
+    ),
+    Fault(
+        name="room-for-one-step-ahead",
+        mechanism="drafts leave room behind them for one step that is decided already, not for "
+        "as many as there may be",
+        source="mechanism",
+        expected=("CRASH", "KVSAN"),
+        patches=(
+            Patch(
+                f"{_ASYNC}._add_drafts",
+                "ahead = item.end + self.config.async_scheduling",
+                "ahead = item.end + 1  # the token that follows is decided",
+            ),
+        ),
+        needs=frozenset({"async_scheduling", "speculation"}),
     ),
 )

@@ -310,14 +310,14 @@ def test_aborted_when_some_outputs_have_ended(
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize(
     ("budget", "offset"),
-    [(budget, offset) for budget in ("tight", "roomy") for offset in (-1, 0, 1)]
+    [(budget, offset) for budget in ("tight", "exact") for offset in (-1, 0, 1)]
     + [("minimal", -1), ("minimal", 0)],
 )
 def test_outputs_share_a_prompt_in_a_pool_that_was_solved_for(
     preempt: PreemptHarness, budget: str, offset: int, n: int
 ) -> None:
     """What an output writes next may be shared, its own, or a block that it has yet to get; in the
-    roomy pool there is not one more than all of them need."""
+    exact pool there is not one more than all of them need."""
     block = block_size(preempt)
     workload = together(
         [
@@ -325,8 +325,12 @@ def test_outputs_share_a_prompt_in_a_pool_that_was_solved_for(
             for i in range(3)
         ]
     )
-    scarce = budget != "roomy"
-    result = preempt.run(workload, budget, block_size=block, expect_preemption=scarce)
+    scarce = budget != "exact"
+    shared, longest = (2 * block + offset) // block, 3 * block + offset - 1
+    enough = len(workload.requests) * (shared + n * (-(-longest // block) - shared))
+    result = preempt.run(
+        workload, budget if scarce else enough, block_size=block, expect_preemption=scarce
+    )
     if scarce:
         result.assert_preempted()
     result.assert_matches_baseline()
