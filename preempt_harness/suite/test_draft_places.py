@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from preempt_harness.checks.drafts import ACCEPTED
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.suite.shapes import block_size, companions, options, request, together
 from preempt_harness.suite.test_speculation import (
-    ACCEPTED,
     FORCED,
     assert_drafted,
     same_model,
