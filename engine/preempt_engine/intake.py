@@ -5,6 +5,7 @@ Owns the numbering of requests and with it their seeds. Queues nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -191,7 +192,8 @@ class Intake:
 
     def _unused_request_id(self, request_id: str | None) -> str:
         if request_id is None:
-            return str(self._num_arrived)
+            numbers = map(str, itertools.count(self._num_arrived))
+            return next(name for name in numbers if name not in self.scheduler.requests)
         if request_id in self.scheduler.requests:
             raise ConfigError(
                 f"Request id {request_id!r} is in use.", "Choose another, or leave it out."

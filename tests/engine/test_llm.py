@@ -213,6 +213,16 @@ def test_abort_gives_the_output_so_far() -> None:
     llm.scheduler.check_integrity()
 
 
+def test_a_number_that_somebody_took_for_a_name_is_passed_over() -> None:
+    llm = engine()
+    llm.add_request([1, 2], GREEDY, request_id="1")
+    assert [llm.add_request([3, 4 + index], GREEDY) for index in range(2)] == ["2", "3"]
+    outputs = {}
+    while llm.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in llm.step() if output.finished}
+    assert outputs.keys() == {"1", "2", "3"}
+
+
 def test_request_ids_are_unique_while_in_use() -> None:
     llm = engine()
     llm.add_request([1], GREEDY, request_id="mine")
