@@ -388,13 +388,15 @@ class StreamedOutput(msgspec.Struct, frozen=True):
     """What a user got who had one branch streamed: all deltas together.
 
     `num_ends` counts the deltas with a finish reason, `num_logprobs` the entries of log
-    probabilities, None when the deltas have none.
+    probabilities, None when the deltas have none. `late_steps` gave the branch tokens and did not
+    say so to whoever ran them, so that the stream could tell of those only later.
     """
 
     token_ids: list[int]
     text: str
     num_ends: int
     num_logprobs: int | None = None
+    late_steps: list[int] = []
 
 
 class SequenceOutput(msgspec.Struct, frozen=True):

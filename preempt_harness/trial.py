@@ -151,6 +151,8 @@ class _Run:
                 self._carry_out(self._plan_runner.before_step(self.step, self._views.views))
                 self.events += self._plan_runner.take_reports()
                 self._has_plan = not self._plan_runner.is_over  # and never is again
+            if self._num_submitted == len(requests) and not self._session.unfinished():
+                break  # the last was aborted: nobody asks for a step any more
             events = self._session.poll(self._poll_timeout_s)
             self._take(events)
             if self._sees_knobs:

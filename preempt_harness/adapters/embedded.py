@@ -218,8 +218,10 @@ class EmbeddedSession:
 
     def poll(self, timeout_s: float) -> Sequence[AnyEvent]:
         """Run one step; the time limit is the watchdog's business here."""
-        for output in self.llm.step():
+        outputs = self.llm.step()
+        for output in outputs:
             self._take(output)
+        self._streams.compare(self._observer.take_given(), outputs)
         return self._observer.take_events()
 
     def stream_to(self, sink: Callable[[Sequence[AnyEvent]], None]) -> None:

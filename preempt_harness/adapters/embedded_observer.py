@@ -61,6 +61,7 @@ class RecordingObserver(EngineObserver):
         self._tables: defaultdict[int, dict[str, list[int]]] = defaultdict(dict)
         self._names = _Names()
         self._pool_changed = False
+        self._given: dict[SequenceKey, int] = {}
         self.sink: Callable[[list[AnyEvent]], None] | None = None
 
     def take_events(self) -> list[AnyEvent]:
@@ -68,6 +69,11 @@ class RecordingObserver(EngineObserver):
         events = self._events.copy()
         self._events.clear()
         return events
+
+    def take_given(self) -> dict[SequenceKey, int]:
+        """Sequences that were given tokens since the last call -> the step that did."""
+        given, self._given = self._given, {}
+        return given
 
     def record_pool(self, step_id: int, view: PoolView) -> None:
         """Record the full state of pool, queues and counters."""
@@ -274,6 +280,8 @@ class RecordingObserver(EngineObserver):
         logprobs: Sequence[dict[int, float]] | None,
         text: str,
     ) -> None:
+        if token_ids:
+            self._given[key] = step_id
         self._add(
             record.TokensDelivered(
                 step_id,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from preempt_harness.record import StreamedOutput
@@ -10,6 +11,7 @@ from preempt_harness.record import StreamedOutput
 if TYPE_CHECKING:
     from preempt_engine import RequestOutput
     from preempt_engine.outputs import StreamDelta
+    from preempt_engine.step import SequenceKey
     from preempt_engine.stream import DeltaReader
 
 
@@ -22,6 +24,7 @@ class Streams:
     def __init__(self) -> None:
         self._readers: dict[str, DeltaReader] = {}
         self._deltas: dict[str, dict[int, list[StreamDelta]]] = {}
+        self._late_steps: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
 
     def read(self, output: RequestOutput) -> None:
         """Take what is new of an output, which grows in place, or leave it until later."""
@@ -37,6 +40,20 @@ class Streams:
         for delta in reader.read():
             of_branches.setdefault(delta.index, []).append(delta)
 
+    def compare(self, given: Mapping[SequenceKey, int], returned: Iterable[RequestOutput]) -> None:
+        """Note who was given tokens in a step that did not return its output.
+
+        Args:
+            given: sequence that was given tokens -> number of the step.
+            returned: by the same step.
+        """
+        if not given:
+            return
+        told = {output.request_id for output in returned}
+        for key, step in given.items():
+            if key.request_id not in told:
+                self._late_steps[key].append(step)
+
     def of(self, request: str) -> Mapping[int, StreamedOutput]:
         """Branch -> all its deltas together."""
         return {
@@ -47,6 +64,7 @@ class Streams:
                 num_logprobs=None
                 if deltas[-1].logprobs is None
                 else sum(len(delta.logprobs or ()) for delta in deltas),
+                late_steps=self._late_steps.get((request, branch), []),
             )
             for branch, deltas in self._deltas.get(request, {}).items()
         }

@@ -16,6 +16,7 @@ from preempt_harness.record import (
     BlocksReplaced,
     EngineError,
     Finished,
+    Header,
     PoolCounts,
     PoolState,
 )
@@ -86,10 +87,33 @@ def check_pool_state(trace: Trace) -> CheckResult:
             live.pop(event.request, None)
         elif announced is not None:
             announced.follow(event)
+    if last is not None:
+        _judge_sizes(trace.header, last, listing)
     crashed = trace.has(EngineError)
     if last is not None and queues_observed and not live and not crashed:
         _judge_end(last, listing)
     return listing.result("accounting", "pool state")
+
+
+def _judge_sizes(header: Header, state: PoolState, listing: Listing) -> None:
+    """The engine goes by the sizes it was configured with, also when it was built for others."""
+    wanted = header.config.get("swap_space_blocks")
+    if isinstance(wanted, int) and state.num_host_blocks != wanted:
+        listing.report(
+            Code.ACC_POOL_TOTAL,
+            state.step,
+            f"the swap space has {state.num_host_blocks} blocks, configured are {wanted}",
+        )
+    most = header.max_total_tokens
+    holds = header.num_blocks * header.block_size
+    ends_with_the_pool = "pool_limit" in header.capabilities
+    if ends_with_the_pool and most is not None and most > holds + 1:
+        listing.report(
+            Code.ACC_POOL_TOTAL,
+            state.step,
+            f"the engine lets a request grow to {most} tokens; its pool holds {holds}, and the "
+            f"last token need not be computed",
+        )
 
 
 def _sees_tables(trace: Trace) -> bool:

@@ -97,13 +97,14 @@ class _Hits:
         self._size = trace.header.block_size
         self._least_age = 2 + 2 * steps_ahead(trace.header)  # steps
         # Branches share blocks in ways of their own; what tells of prompts may skip the cache.
-        self._judged = {
-            f"{name}.0"
-            for name, spec in trace.specs.items()
-            if spec.sampling.num_sequences == 1 and spec.sampling.prompt_logprobs is None
-        }
         self._promises = KEEPS_FREED_BLOCKS in trace.header.capabilities
         self._keeps = keeps and self._promises and not _withholds(trace)
+        self._judged = {
+            name
+            for name, spec in trace.specs.items()
+            if (self._keeps or spec.sampling.num_sequences == 1)
+            and spec.sampling.prompt_logprobs is None
+        }
         self._tables = SchedulerTables()
         self._known: defaultdict[str, list[int]] = defaultdict(list)
         self._chains: defaultdict[str, list[int]] = defaultdict(list)  # of full blocks of known
@@ -158,7 +159,7 @@ class _Hits:
     def _allocate(self, event: BlocksAllocated) -> None:
         request = request_of(event.seq)
         begins, comes_back = event.seq not in self._tables.leases, request in self._swapped
-        if begins and not comes_back and event.seq in self._judged:
+        if begins and not comes_back and request in self._judged:
             self._judge(event)
         self._tables.allocate(event)
         if begins and comes_back:
@@ -209,7 +210,7 @@ class _Hits:
 
     def num_certain(self, seq: str, step: int) -> int:
         """How many blocks the sequence is certain to share when it is let in."""
-        if seq not in self._judged:
+        if request_of(seq) not in self._judged:
             return 0
         most = (len(self._known[seq]) - 1) // self._size  # one token is computed at least
         for index, value in enumerate(self._chain(seq)[:most]):

@@ -31,7 +31,7 @@ from typing import NamedTuple
 from preempt_harness.checks._service_order import next_waiting, promises_order, service_order
 from preempt_harness.checks._work_draft_room import DraftRoom
 from preempt_harness.checks._work_hits import certain_hits, shares_blocks
-from preempt_harness.checks.drafts import has_drafts
+from preempt_harness.checks.drafts import drafts_come_last
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.progress import mixes_steps, num_withheld, steps_ahead
 from preempt_harness.checks.steady import IdleSteps, SteadySteps
@@ -54,8 +54,7 @@ from preempt_harness.record import (
 )
 
 EVICTS_FOR_URGENT = "evicts_for_urgent"
-DRAFTS_LAST = "drafts_last"
-"""The capabilities, as a record's header lists them."""
+"""The capability, as a record's header lists it."""
 
 
 def admits_when_it_can(header: Header) -> bool:
@@ -128,8 +127,7 @@ class _Idle:
         self._pool: PoolCounts | None = None  # after the step before
         self._may_share: list[_Wait] = []  # there was room but for what they may share
         self._kept_out = ""  # who was the next in the step before, if evictions had let it in
-        drafts_last = has_drafts(trace.header) and DRAFTS_LAST in trace.header.capabilities
-        self._drafts = DraftRoom(trace.header) if drafts_last else None
+        self._drafts = DraftRoom(trace.header) if drafts_come_last(trace.header) else None
         self._begin_step()
 
     def _begin_step(self) -> None:

@@ -333,6 +333,14 @@ def _judge_streamed(seq: str, output: SequenceOutput, finished: bool, listing: L
         listing.report(
             Code.DEL_FINISH_REASON, None, f"its stream ends {streamed.num_ends} times", seq=seq
         )
+    elif streamed.late_steps:
+        listing.report(
+            Code.DEL_LATE,
+            streamed.late_steps[0],
+            f"the step gave it tokens and did not return its output, so that whoever streams it "
+            f"is told later; so did {len(streamed.late_steps) - 1} other steps",
+            seq=seq,
+        )
 
 
 def _compare_score(

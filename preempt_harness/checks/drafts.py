@@ -41,6 +41,15 @@ DRAFT_KINDS = (
 """What of a trace a ledger looks at."""
 
 
+DRAFTS_LAST = "drafts_last"
+"""A capability, as a record's header lists it: drafts never cost a request its blocks."""
+
+
+def drafts_come_last(header: Header) -> bool:
+    """Whether there are drafts, and nobody waits or goes for them."""
+    return has_drafts(header) and DRAFTS_LAST in header.capabilities
+
+
 def has_drafts(header: Header) -> bool:
     """Whether the engine was asked for drafts."""
     return bool(header.config.get("num_speculative_tokens"))

@@ -27,6 +27,7 @@ from preempt_harness.checks import (
     _work_overrun,
     _work_standstill,
     _work_swap,
+    _work_undrafted,
     crash,
     delivery,
     kvsan,
@@ -343,6 +344,18 @@ PARTS = (
         needs=frozenset({"Arrived", "Computed", "TokensDelivered"}),
         applies=_work_drafts.drafts_for_itself,
         judge=_plain(_work_drafts.check_own_drafts),
+    ),
+    Part(
+        check="work",
+        part="withheld drafts",
+        needs=frozenset(
+            {
+                *("Arrived", "BlocksAllocated", "BlocksFreed", "PoolCounts", "Preempted"),
+                *("Scheduled", "TokensDelivered"),
+            }
+        ),
+        applies=_work_undrafted.drafts_when_it_can,
+        judge=_plain(_work_undrafted.check_undrafted),
     ),
     Part(
         check="work",

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, TypeGuard
 
 from preempt_harness.checks._accounting_counters import TalliedTrial
+from preempt_harness.checks.drafts import drafts_come_last, has_drafts
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.progress import steps_ahead, steps_with_held_blocks
 from preempt_harness.checks.steady import SteadySteps
@@ -146,7 +147,8 @@ def check_preemptions(trace: Trace, expected: int | None = None) -> CheckResult:
     blocks once per admission; so r is preempted at most once per block of the others, and once more
     by itself, in each of their stays. A squeeze takes blocks as another request would, and begins
     new stays like a forced preemption. While it lasts, a request of several sequences may come in
-    again and again, and go before all of them can go on: that is not counted.
+    again and again, and go before all of them can go on, and so may any whose drafts take blocks as
+    its tokens do: that is not counted.
 
     Args:
         expected: natural preemptions of the clean engine on the same workload, if known.
@@ -161,11 +163,12 @@ def check_preemptions(trace: Trace, expected: int | None = None) -> CheckResult:
     natural: Counter[str] = Counter()
     forced = 0
     held = trace.derive(steps_with_held_blocks)
+    greedy_drafts = has_drafts(trace.header) and not drafts_come_last(trace.header)
     for event in trace.of(Preempted, PlanApplied):
         if isinstance(event, Preempted):
             spec = specs.get(event.request)
-            branches = spec is not None and spec.sampling.num_sequences > 1
-            if event.reason != "forced" and not (branches and event.step in held):
+            grows_at_once = greedy_drafts or (spec is not None and spec.sampling.num_sequences > 1)
+            if event.reason != "forced" and not (grows_at_once and event.step in held):
                 natural[event.request] += 1
             forced += event.reason == "forced"
         else:

@@ -13,12 +13,15 @@ from preempt_harness.adapters.protocol import EngineAdapter
 from preempt_harness.explore._aimed import Aimed, equals, horizon, with_company
 from preempt_harness.explore.random_settings import takes
 from preempt_harness.generators import in_order_of_arrival
-from preempt_harness.plan import Preempt, Step
+from preempt_harness.plan import OutputTokens, Preempt, Step
 from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
 
 
 def old_content(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
-    """Somebody loses its blocks about when the cache is reset; others come with its text."""
+    """Somebody loses its blocks about when the cache is reset; others come with its text.
+
+    Some of those split into branches, lose their blocks with what they have written, and come back.
+    """
     settings = msgspec.structs.replace(trial.settings, enable_prefix_caching=True)
     requests = with_company(trial.workload, source.randint(2, 4)).requests
     text = _long_text(source, requests, 2 * settings.block_size)
@@ -38,13 +41,38 @@ def old_content(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> 
     if protocol.SWAP in adapter.capabilities:
         modes += ["swap", "swap"]
     steps = {max(1, reset + source.randint(-2, 2)) for _ in range(source.choice((1, 1, 2)))}
-    return Aimed(
+    aimed = Aimed(
         settings=settings,
         workload=Workload(
             requests=requests, operations=[*kept, Operation(kind="reset_prefix_cache", step=reset)]
         ),
         actions=tuple(Preempt("r0", Step(step), source.choice(modes)) for step in sorted(steps)),
         num_spare_blocks=source.choice((0, 4, 16)),
+    )
+    able = {protocol.PARALLEL_SAMPLING, protocol.SAMPLING, protocol.RECOMPUTE}
+    if able <= adapter.capabilities and source.random() < 0.4:
+        return _with_branches(source, aimed)
+    return aimed
+
+
+def _with_branches(source: random.Random, aimed: Aimed) -> Aimed:
+    """All but the first have several outputs, and are preempted when those are some blocks long."""
+    block_size = aimed.settings.block_size
+    requests, actions = [], list(aimed.actions)
+    for request in aimed.workload.requests:
+        if request.id != "r0":
+            length = source.randint(1, 2) * block_size + source.randint(1, 4)
+            sampling = SamplingSpec(
+                max_tokens=length + source.randint(2, 8), temperature=1.0, n=source.choice((2, 3))
+            )
+            request = msgspec.structs.replace(request, sampling=sampling)
+            actions.append(Preempt(request.id, OutputTokens(length), "recompute"))
+        requests.append(request)
+    return msgspec.structs.replace(
+        aimed,
+        workload=msgspec.structs.replace(aimed.workload, requests=requests),
+        actions=tuple(actions),
+        num_spare_blocks=source.choice((4, 16, 32)),
     )
 
 

@@ -34,6 +34,8 @@ KINDS = (
     "pace",
     "branch_state",
     "coincidences",
+    "worker_side",
+    "way_back",
 )
 
 

@@ -180,6 +180,27 @@ def test_aborted_with_an_output_under_way(preempt: PreemptHarness, alone: bool, 
 
 @FORCED
 @DEPTHS
+@pytest.mark.preempt_requires("abort")
+def test_aborted_while_others_end(preempt: PreemptHarness, depth: int) -> None:
+    """Whichever steps are under way then, one of the others ends in each, and is told so."""
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "victim", 2 * block, 8 * block),
+        [request(preempt, f"ends{i}", block + i, 3 + i) for i in range(8)],
+    )
+    result = preempt.run(
+        workload,
+        plan="preempt:victim@out=2/abort:victim@out=5",
+        block_size=block,
+        async_scheduling=depth,
+    )
+    result.assert_preempted(request="victim")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@FORCED
+@DEPTHS
 @pytest.mark.preempt_requires("hold_blocks")
 def test_squeezed_pool(preempt: PreemptHarness, depth: int) -> None:
     """Alone in a pool without a free block: it must get on, token by token."""

@@ -365,3 +365,30 @@ def test_what_a_waiting_request_can_share_grows(preempt: PreemptHarness, num_blo
     result.assert_preempted()
     result.assert_matches_baseline()
     result.assert_clean()
+
+
+@pytest.mark.preempt_requires("preempt", "stepped", "chunked_prefill", "mixed_steps", "recompute")
+@pytest.mark.preempt_requires("prompt_logprobs")
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+def test_rows_of_a_prompt_beside_a_chunk_without_any(
+    preempt: PreemptHarness, num_rows: int
+) -> None:
+    """One decodes, one has its last tokens scored, one is in its prompt: 1, some and 0 rows."""
+    block = block_size(preempt)
+    share = block + 2  # of a step's budget, beside the one that decodes
+    scored = 2 * share + num_rows
+    workload = together(
+        request(preempt, "decodes", block, 8 * block),
+        request(preempt, "scored", scored, 2 * block, arrival_step=2, prompt_logprobs=0),
+        request(preempt, "long", 6 * share, block, arrival_step=2),
+    )
+    result = preempt.run(
+        workload,
+        plan="preempt:long@chunk=2:recompute/preempt:scored@out=3:recompute",
+        block_size=block,
+        max_num_batched_tokens=1 + share,
+    )
+    result.assert_preempted(request="long")
+    result.assert_preempted(request="scored")
+    result.assert_matches_baseline()
+    result.assert_clean()

@@ -74,3 +74,23 @@ def test_what_comes_after_a_reset_is_found_again(preempt: PreemptHarness) -> Non
     result.assert_preempted(request="sharer")
     result.assert_matches_baseline()
     result.assert_clean()
+
+
+@pytest.mark.preempt_requires("reset_prefix_cache", "parallel_sampling", "sampling", "preempt")
+@pytest.mark.preempt_requires("recompute")
+def test_branches_after_a_reset_find_what_they_wrote(preempt: PreemptHarness) -> None:
+    """What was begun after a reset is found again, whoever computed it: branches, too."""
+    block = block_size(preempt)
+    workload = Workload(
+        requests=[
+            request(preempt, "old", 2 * block, 8 * block),
+            request(
+                preempt, "new", block + 1, 6 * block, arrival_step=3, n=2, temperature=1.0, seed=5
+            ),
+        ],
+        operations=[Operation(kind="reset_prefix_cache", step=2)],
+    )
+    result = preempt.run(workload, plan=f"preempt:new@out={4 * block}:recompute", block_size=block)
+    result.assert_preempted(request="new", mode="recompute")
+    result.assert_matches_baseline()
+    result.assert_clean(require=["work"])

@@ -131,3 +131,36 @@ def test_chunks_of_a_token_or_two(preempt: PreemptHarness, ranks: int, budget: i
     result.assert_preempted(request="victim")
     result.assert_matches_baseline()
     result.assert_clean(require=required(result))
+
+
+@pytest.mark.preempt_requires("pool_limit")
+def test_a_request_ends_with_the_pool(preempt: PreemptHarness, ranks: int) -> None:
+    """Workers may have been started for a larger pool; the pool of this trial is what counts."""
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "grows", 2 * block, 30 * block),
+        [request(preempt, f"r{i}", 2 * block, 3 * block) for i in range(2)],
+    )
+    result = preempt.run(workload, 10, block_size=block, tensor_parallel_size=ranks)
+    result.assert_preempted()
+    result.assert_clean()
+    output = result.record.results["grows"].outputs[0]
+    if output.finish_reason != "length":
+        pytest.fail(f"a request that outgrows the pool ended by {output.finish_reason!r}")
+
+
+@pytest.mark.preempt_requires("swap", "recompute")
+def test_no_swap_space(preempt: PreemptHarness, ranks: int) -> None:
+    """Who has none is computed anew, whatever the workers were started with."""
+    block = block_size(preempt)
+    workload = together([request(preempt, f"r{i}", 2 * block + i, 6 * block) for i in range(3)])
+    result = preempt.run(
+        workload,
+        "tight",
+        block_size=block,
+        tensor_parallel_size=ranks,
+        options={"preemption_mode": "swap", "swap_space_blocks": 0},
+    )
+    result.assert_preempted(mode="recompute")
+    result.assert_matches_baseline()
+    result.assert_clean()

@@ -90,6 +90,18 @@ def test_a_stream_that_is_closed_aborts_its_request() -> None:
     assert llm.scheduler.pool_counts().used == 0
 
 
+def test_a_stream_that_is_closed_while_its_request_waits_aborts_it_all_the_same() -> None:
+    llm = engine()
+    deltas = llm.stream(PROMPT, PARAMS, request_id="mine")
+    next(deltas)
+    llm.preempt_request("mine")
+    llm.hold_blocks(llm.num_kv_blocks)
+    llm.step()
+    assert [request.request_id for request in llm.scheduler.waiting.in_order()] == ["mine"]
+    deltas.close()
+    assert not llm.has_unfinished_requests()
+
+
 def test_an_abort_from_outside_ends_the_stream() -> None:
     llm = engine()
     deltas = llm.stream(PROMPT, PARAMS, request_id="mine")

@@ -12,9 +12,10 @@ from preempt_harness.baseline import BaselineStore
 from preempt_harness.checks import run_checks
 from preempt_harness.faults import Fault, plant
 from preempt_harness.faults.ahead import FAULTS
+from preempt_harness.faults.catalogue import fault_named
 from preempt_harness.record import Preempted, TrialRecord
 from preempt_harness.trial import Trial, run_trial
-from preempt_harness.workload import RequestSpec, SamplingSpec, Workload
+from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
 
 ADAPTER = EmbeddedAdapter()
 BLOCK = 4
@@ -125,3 +126,14 @@ def test_no_step_waits_for_drafts_near_the_longest_length(num_drafts: int, depth
     assert record.header.config["max_model_len"] == 9 + 12
     assert run_checks(record).findings == ()
     assert max(event.step for event in record.events) + 1 <= 1 + 12 + depth
+
+
+def test_an_abort_of_the_last_request_ends_the_trial() -> None:
+    """Its user asks for no step more, and the engine must have let go of all by then."""
+    work = workload(1)
+    work.operations.append(Operation(kind="abort", step=4, request="r0"))
+    record = run(1, work)
+    assert run_checks(record).findings == ()
+    with plant(fault_named("abort-of-the-last-leaves-its-step-under-way")):
+        (found, *_) = run_checks(run(1, work)).findings
+    assert "blocks leaked" in found.message

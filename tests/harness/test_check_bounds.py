@@ -557,6 +557,19 @@ def test_while_blocks_are_held_several_sequences_come_and_go(
     assert found(made, "work", Code.WORK_PREEMPTIONS) == expected
 
 
+@pytest.mark.parametrize(("promises", "excused"), [([], True), (["drafts_last"], False)])
+def test_while_blocks_are_held_who_drafts_comes_and_goes(
+    promises: list[str], excused: bool
+) -> None:
+    """Unless drafts never cost a request its blocks."""
+    lacks = [lost(3, "r1", "out_of_blocks")] * 40
+    events = [replace(HELD, step=3), *lacks]
+    config = {"num_speculative_tokens": 4}
+    made = record([FIRST, SECOND], events, config=config, capabilities=promises)
+    expected = [] if excused else [(None, "r1")]
+    assert found(made, "work", Code.WORK_PREEMPTIONS) == expected
+
+
 # Victims ------------------------------------------------------------------------------------------
 
 EVICTED: list[AnyEvent] = [

@@ -87,6 +87,29 @@ def test_sizes_that_do_not_add_up_are_found_in_their_step(record: TrialRecord) -
     assert "free 99" in finding.message
 
 
+def test_sizes_other_than_configured_are_found(record: TrialRecord) -> None:
+    state = next(event for event in record.events if isinstance(event, PoolState))
+    header = record.header
+
+    def found(max_total_tokens: int, *capabilities: str, **config: object) -> list[str]:
+        record.header = replace(
+            header,
+            config={**header.config, **config},
+            max_total_tokens=max_total_tokens,
+            capabilities=list(capabilities),
+        )
+        return [finding.message for finding in accounting(record)]
+
+    holds = header.num_blocks * header.block_size
+    wanted = {"swap_space_blocks": state.num_host_blocks}
+    assert found(holds + 1, "pool_limit", **wanted) == []
+    (message,) = found(holds + 1, "pool_limit", swap_space_blocks=state.num_host_blocks + 2)
+    assert "swap space" in message
+    (message,) = found(holds + 2, "pool_limit", **wanted)
+    assert f"grow to {holds + 2} tokens" in message
+    assert found(holds + 2, **wanted) == []  # it ends by the model's length alone
+
+
 def test_cached_block_counted_as_used_is_found(record: TrialRecord) -> None:
     counts = next(event for event in record.events if isinstance(event, PoolCounts))
     change(record, PoolCounts, 0, used=counts.used + 1, free=counts.free - 1)

@@ -11,6 +11,8 @@ from fake_trials import make_workload
 
 from preempt_harness.adapters.embedded import EmbeddedAdapter
 from preempt_harness.checks import Code, Finding, run_checks
+from preempt_harness.faults import Fault, plant
+from preempt_harness.faults.fault import Patch
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.record import (
     Aborted,
@@ -23,6 +25,7 @@ from preempt_harness.record import (
     TokensDelivered,
     TrialRecord,
 )
+from preempt_harness.trial import Trial, run_trial
 from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
 
 replace = msgspec.structs.replace
@@ -510,6 +513,7 @@ def test_a_stream_that_is_not_the_output_is_found(record: TrialRecord) -> None:
     assert streamed(record, num_logprobs=len(token_ids) - 1) == [Code.DEL_LOGPROBS]
     assert streamed(record, num_ends=2) == [Code.DEL_FINISH_REASON]
     assert streamed(record, num_ends=0) == [Code.DEL_FINISH_REASON]
+    assert streamed(record, late_steps=[4, 7]) == [Code.DEL_LATE]
 
 
 def test_the_embedded_engine_is_read_as_a_stream_too() -> None:
@@ -523,3 +527,30 @@ def test_the_embedded_engine_is_read_as_a_stream_too() -> None:
         assert output.streamed is not None
         assert output.streamed.token_ids == output.token_ids
         assert output.streamed.num_ends == 1
+        assert output.streamed.late_steps == []
+
+
+def test_a_step_that_gives_tokens_and_does_not_return_their_output_is_noted() -> None:
+    forgets = Fault(
+        name="forgets",
+        mechanism="a step tells of nobody",
+        source="mechanism",
+        expected=("DEL",),
+        patches=(
+            Patch(
+                "preempt_engine.delivery:Delivery.deliver",
+                "return list(outputs.values())",
+                "return [output for output in outputs.values() if output.finished]",
+            ),
+        ),
+    )
+    harness = PreemptHarness(EmbeddedAdapter(), {"block_size": 2})
+    workload = harness.workload(requests=2, prompt_tokens=9, max_tokens=4)
+    with plant(forgets):
+        settings = replace(harness.settings(), num_blocks=40)
+        trial = Trial(engine="embedded", settings=settings, workload=workload)
+        record = run_trial(trial, EmbeddedAdapter())
+    (output,) = record.results["r0"].outputs
+    assert output.streamed is not None
+    assert output.streamed.late_steps == [0, 1, 2]
+    assert output.streamed.token_ids == output.token_ids

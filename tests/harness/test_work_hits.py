@@ -14,6 +14,7 @@ from preempt_harness.record import (
     BlocksAllocated,
     BlocksFreed,
     CacheReset,
+    Forked,
     Header,
     PoolCounts,
     Preempted,
@@ -234,3 +235,51 @@ def test_where_nothing_is_shared_nothing_is_judged() -> None:
     assert not judge(missed, config={"enable_prefix_caching": True, "num_speculative_tokens": 2})
     assert not judge(missed, n=2)
     assert not judge(missed, prompt_logprobs=0)
+
+
+# Engines whose cache lasts ------------------------------------------------------------------------
+
+BRANCHES = [
+    Arrived(0, "r0", PROMPT, 8),
+    BlocksAllocated(0, "r0.0", [0, 1, 2]),
+    Scheduled(0, "r0.0", 0, 11),
+    Forked(0, "r0.0", "r0.1"),
+    TokensDelivered(0, "r0.0", [30]),
+    TokensDelivered(0, "r0.1", [31]),
+    BlocksAllocated(1, "r0.1", [3]),
+    BlocksFreed(1, "r0.1", [2]),
+    Scheduled(1, "r0.0", 11, 12),
+    Scheduled(1, "r0.1", 11, 12),
+    TokensDelivered(1, "r0.0", [32]),
+    TokensDelivered(1, "r0.1", [33]),
+    Preempted(5, "r0", "recompute", "decode", "forced", 24, 26),
+    BlocksFreed(5, "r0.0", [2, 1, 0]),
+    BlocksFreed(5, "r0.1", [3, 1, 0]),
+]
+
+
+def test_each_branch_finds_what_it_wrote() -> None:
+    first = BlocksAllocated(6, "r0.0", [0, 1, 2, 4], 3)
+    misses = BlocksAllocated(6, "r0.1", [0, 1, 5, 6], 2)
+    finds = BlocksAllocated(6, "r0.1", [0, 1, 3, 5], 3)
+    (finding,) = judge([*BRANCHES, first, misses], keeps=True, n=2)
+    assert finding.sequence == "r0.1"
+    assert not judge([*BRANCHES, first, finds], keeps=True, n=2)
+    assert not judge([*BRANCHES, first, misses], n=2)
+
+
+def test_branches_that_come_back_from_the_host_need_no_hits() -> None:
+    swapped = [
+        msgspec.structs.replace(event, mode="swap") if isinstance(event, Preempted) else event
+        for event in BRANCHES
+    ]
+    back = [BlocksAllocated(6, f"r0.{branch}", [9 + branch, 7, 5], 0) for branch in (0, 1)]
+    assert not judge([*swapped, *back], keeps=True, n=2)
+
+
+def test_branches_of_what_goes_on_after_a_reset_are_not_offered() -> None:
+    reset = [BRANCHES[0], BRANCHES[1], CacheReset(0), *BRANCHES[2:]]
+    again = [BlocksAllocated(6, f"r0.{branch}", [9 + branch, 7, 5], 0) for branch in (0, 1)]
+    assert not judge([*reset, *again], keeps=True, n=2)
+    before = [BRANCHES[0], CacheReset(0), *BRANCHES[1:]]
+    assert judge([*before, *again], keeps=True, n=2)
