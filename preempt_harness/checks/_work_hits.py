@@ -17,8 +17,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
-from preempt_harness.checks.progress import steps_ahead
-from preempt_harness.checks.steady import IdleSteps, SteadySteps
+from preempt_harness.checks.progress import steps_ahead, steps_with_held_blocks
+from preempt_harness.checks.steady import SteadySteps
 from preempt_harness.checks.tables import TABLE_EVENTS, SchedulerTables, TableEvent
 from preempt_harness.checks.trace import DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
@@ -28,7 +28,6 @@ from preempt_harness.record import (
     CacheReset,
     Forked,
     Header,
-    PoolCounts,
     Preempted,
     TokensChosen,
 )
@@ -282,6 +281,5 @@ class _Hits:
 
 
 def _withholds(trace: Trace) -> bool:
-    """Whether blocks were withheld at any time."""
-    pools = trace.of(SteadySteps, IdleSteps, PoolCounts)
-    return any((pool if isinstance(pool, PoolCounts) else pool.pool).held for pool in pools)
+    """Whether the harness held blocks at any time."""
+    return bool(trace.derive(steps_with_held_blocks))

@@ -354,10 +354,13 @@ def test_who_comes_back_is_not_the_next_victim(preempt: PreemptHarness, at: str)
     result.assert_clean()
 
 
-@pytest.mark.preempt_requires("prefix_caching", "stepped")
+@pytest.mark.preempt_requires("prefix_caching", "stepped", "chunked_prefill")
 @pytest.mark.parametrize("num_blocks", [8, 10])
 def test_what_a_waiting_request_can_share_grows(preempt: PreemptHarness, num_blocks: int) -> None:
-    """It fits beside the first only when that one has computed what both begin with."""
+    """It fits beside the first only when that one has computed what both begin with.
+
+    Engines that know no chunks may share what the same step is about to compute.
+    """
     block = block_size(preempt)
     text = preempt.prompts.take(4 * block)
     workload = together([request(preempt, f"r{i}", [*text, text[i]], 3 * block) for i in range(3)])

@@ -195,6 +195,12 @@ def test_what_may_be_gone_need_not_be_found(between: list[AnyEvent]) -> None:
     assert not judge([*GIVEN_UP, *between, *LATE], keeps=True)
 
 
+def test_what_the_engine_keeps_for_itself_is_not_withheld() -> None:
+    pool = PoolCounts(4, num_blocks=20, free=10, cached=9, used=0, held=1)
+    config = {"enable_prefix_caching": True, "reserved_blocks": 1}
+    assert judge([*GIVEN_UP, pool, *LATE], keeps=True, config=config)
+
+
 def test_what_was_given_up_at_once_may_not_have_been_offered() -> None:
     at_once = [*OLD[:4], BlocksFreed(1, "r0.0", [2, 1, 0])]
     assert not judge([*at_once, *LATE], keeps=True)
