@@ -36,7 +36,7 @@ class AdmissionModel(msgspec.Struct, frozen=True, kw_only=True):
             "greedy": one free block is enough; a chunk is cut to what the free blocks hold.
         block_size: tokens per block.
         max_num_batched_tokens: token budget of a step.
-        max_num_seqs: most requests that run at once.
+        max_num_seqs: most sequences that run at once; a request of more cannot run.
         watermark: share of the pool, in [0, 1), that admission leaves free while something runs.
         reserved_blocks: blocks of the pool that no request can have, such as a null block.
         lookahead_tokens: tokens beyond those scheduled for which a running request needs slots.
@@ -120,6 +120,8 @@ class AdmissionModel(msgspec.Struct, frozen=True, kw_only=True):
 
         One that asks for none counts as one that asks for one: either ends with its prompt.
         """
+        if request.sampling.num_sequences > self.max_num_seqs:
+            return 0
         limit = max(1, request.sampling.max_tokens)
         if self.max_model_len is None:
             return limit

@@ -6,8 +6,8 @@ those that it needs itself to go on. If they are not, it could have kept them.
 
 Counted from the log: blocks that no table names. How far each of several branches is, it does not
 tell: they are taken to need the most that they can, with copies of shared blocks. Not judged are
-victims that the plan or an urgent request asked for, steps in which anybody is swapped or in which
-the harness holds blocks, and steps that are decided ahead.
+victims that the plan or an urgent request asked for, single branches, steps in which anybody is
+swapped or in which the harness holds blocks, and steps that are decided ahead.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class _Needless:
             for seq, lease in self._tables.leases.items()
             if request_of(seq) == event.request
         ]
-        if event.reason != "out_of_blocks" or event.mode == "swap" or not held:
+        alone = bool(event.seq)  # one branch of it, which says nothing of the others
+        if event.reason != "out_of_blocks" or event.mode == "swap" or alone or not held:
             self._is_excused = True
             return
         self._last = event

@@ -600,3 +600,16 @@ def test_what_several_outputs_need_is_spelled_out() -> None:
     assert budget.verdict == "infeasible"
     assert "r0: 2 + 3 * (ceil((9 + 6 - 1) / 4) - 2) = 8 blocks alone > 7" in budget.explain()
     assert KVBudget.solve(workload, AdmissionModel(block_size=4), "minimal").num_blocks == 8
+
+
+def test_more_outputs_than_may_run_at_once_can_never_run() -> None:
+    sampling = SamplingSpec(max_tokens=6, n=3)
+    workload = Workload(
+        requests=[
+            RequestSpec(id="wide", prompt_token_ids=[1, 2], sampling=sampling),
+            RequestSpec(id="narrow", prompt_token_ids=[3], sampling=SamplingSpec(max_tokens=6)),
+        ]
+    )
+    played = simulate(workload, AdmissionModel(block_size=4, max_num_seqs=2), 9)
+    assert played.infeasible == ("wide",)
+    assert played.finished == {"narrow": 6}

@@ -12,6 +12,7 @@ from preempt_harness.record import (
     BlocksAllocated,
     BlocksFreed,
     Event,
+    Forked,
     PlanApplied,
     PoolCounts,
     Preempted,
@@ -87,3 +88,19 @@ def test_steps_in_which_blocks_are_kept_back_are_not_judged() -> None:
 
 def test_blocks_that_the_engine_keeps_are_no_room() -> None:
     assert judged(*lost("r2", [4, 5, 6]), reserved_blocks=1) == []
+
+
+@pytest.mark.parametrize(("grown", "is_found"), [([7], True), ([7, 2], False)])
+def test_a_victim_of_several_outputs_needs_a_block_for_each(
+    grown: list[int], is_found: bool
+) -> None:
+    """Both have filled the three blocks that they share; r1 has ended."""
+    before = [
+        Forked(1, "r2.0", "r2.1"),
+        BlocksFreed(1, "r1.0", [2, 3]),
+        BlocksAllocated(1, "r0.0", grown, 0),
+    ]
+    victim = Preempted(1, "r2", "recompute", "decode", "out_of_blocks", 12, 14)
+    freed = [BlocksFreed(1, f"r2.{branch}", [4, 5, 6]) for branch in (0, 1)]
+    assert bool(judged(*before, victim, *freed)) == is_found
+    assert not judged(*before, replace(victim, seq="r2.1"), freed[1])  # alone
