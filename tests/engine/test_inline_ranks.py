@@ -11,9 +11,7 @@ from preempt_engine.config import EngineConfig
 from preempt_engine.errors import (
     ConfigError,
     EngineClosedError,
-    WorkerError,
     WorkerFailedError,
-    WorkerOutOfMemoryError,
     WorkerStateDriftError,
 )
 from preempt_harness.adapters.embedded import EmbeddedAdapter
@@ -81,21 +79,12 @@ def test_no_process_is_started() -> None:
         assert psutil.Process().children() == before
 
 
-@pytest.mark.parametrize(
-    ("kind", "error_class", "text"),
-    [
-        ("fail", WorkerFailedError, "ValueError: planted in this rank"),
-        ("exhaust_memory", WorkerOutOfMemoryError, "ran out of memory"),
-    ],
-)
-def test_a_rank_that_goes_wrong_is_named(
-    kind: str, error_class: type[WorkerError], text: str
-) -> None:
-    llm = make_llm(f"at_step:{kind} 1 2")
-    with pytest.raises(error_class, match=text) as caught:
+def test_a_rank_that_goes_wrong_is_named() -> None:
+    llm = make_llm("at_step:fail 1 2")
+    with pytest.raises(WorkerFailedError, match="ValueError: planted in this rank") as caught:
         generate(llm)
     assert caught.value.rank == 1
-    assert f"in {kind}" in caught.value.worker_traceback
+    assert "in fail" in caught.value.worker_traceback
     with pytest.raises(EngineClosedError, match="Rank 1"):
         generate(llm)
     llm.close()
