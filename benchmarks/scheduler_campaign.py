@@ -56,21 +56,19 @@ def drawn_trial(seed: int, adapter: EngineAdapter, *, clean: bool) -> Trial:
     source = random.Random(f"{seed}/scheduler campaign")
     settings = random_settings(source, adapter, "exact")
     drawn = drawn_settings(source, adapter)
-    drafts = drawn.get("speculative_config", {}).get("num_speculative_tokens", 0)
-    # Below, vLLM 0.33 waits for ever for a step that holds a token and its drafts.
-    budget = max(settings.max_num_batched_tokens, 1 + drafts)
     settings = msgspec.structs.replace(
-        settings,
-        **drawn,
-        enable_prefix_caching=source.random() < 0.6,
-        max_num_batched_tokens=budget,
-        max_num_seqs=min(settings.max_num_seqs, budget),  # every engine decodes one token each
+        settings, **drawn, enable_prefix_caching=source.random() < 0.6
     )
     if source.random() < _AIMED:
         trial = _aimed(seed, adapter)
     else:
         trial = random_trial(
-            seed, adapter, model="exact", max_requests=6, max_tokens=24, settings=settings
+            seed,
+            adapter,
+            model="exact",
+            max_requests=6,
+            max_tokens=24,
+            settings=_with_least_budget(settings),
         )
     return _with_room(trial, adapter) if clean else trial
 
@@ -78,14 +76,19 @@ def drawn_trial(seed: int, adapter: EngineAdapter, *, clean: bool) -> Trial:
 def _aimed(seed: int, adapter: EngineAdapter) -> Trial:
     """A trial whose settings are drawn, and aimed, with it."""
     trial = random_trial(seed, adapter, model="exact", max_requests=6, max_tokens=24)
-    drafts = (trial.settings.speculative_config or {}).get("num_speculative_tokens", 0)
-    budget = max(trial.settings.max_num_batched_tokens, 1 + drafts)
-    settings = msgspec.structs.replace(
-        trial.settings,
+    return msgspec.structs.replace(trial, settings=_with_least_budget(trial.settings))
+
+
+def _with_least_budget(settings: EngineSettings) -> EngineSettings:
+    """The settings with a token budget that every engine can work with."""
+    drafts = (settings.speculative_config or {}).get("num_speculative_tokens", 0)
+    # Below, vLLM 0.33 waits for ever for a step that holds a token and its drafts.
+    budget = max(settings.max_num_batched_tokens, 1 + drafts)
+    return msgspec.structs.replace(
+        settings,
         max_num_batched_tokens=budget,
-        max_num_seqs=min(trial.settings.max_num_seqs, budget),
+        max_num_seqs=min(settings.max_num_seqs, budget),  # every engine decodes one token each
     )
-    return msgspec.structs.replace(trial, settings=settings)
 
 
 def _with_room(trial: Trial, adapter: EngineAdapter) -> Trial:

@@ -91,6 +91,7 @@ class Tally:
         self._block_size = block_size
         self._computed: dict[str, int] = {}
         self._lost: dict[str, int] = {}
+        self._swapped: set[str] = set()  # requests that find what they had before
         self._continued: set[str] = set()  # got a token since it was scheduled; with drafts only
         self._last_step = -1
 
@@ -113,12 +114,13 @@ class Tally:
             self.values["num_generated_tokens"] += event.num_tokens
         elif isinstance(event, BlocksAllocated):
             request = request_of(event.seq)
+            found = event.num_cached * self._block_size
             if request not in self.cached_tokens:
-                found = event.num_cached * self._block_size
                 self.cached_tokens[request] = found
                 self.values["num_cached_tokens"] += found
+            if request not in self._swapped:
                 # It may be preempted before it runs; what it found is then lost as well.
-                self._computed.setdefault(event.seq, found)
+                self._computed[event.seq] = max(self._computed.get(event.seq, 0), found)
         elif isinstance(event, Forked):
             self._computed[event.child] = self._computed.get(event.parent, 0)
             self._lost[event.child] = self._lost.get(event.parent, 0)
@@ -148,7 +150,9 @@ class Tally:
         self.values["num_preemptions"] += 1
         self.preemptions[event.request] += 1
         if event.mode == "swap":
+            self._swapped.add(event.request)
             return
+        self._swapped.discard(event.request)
         for seq, computed in self._computed.items():
             if request_of(seq) == event.request:
                 if self.drafts is not None:

@@ -89,6 +89,7 @@ def planted_everywhere(fault: Fault) -> Iterator[Callable[[], int]]:
     ):
 
         def open_with_fault(adapter: EmbeddedAdapter, settings: EngineSettings) -> Session:
+            # Ranks in this process have the fault already.
             inline = settings.options.get("worker_processes") is False
             if settings.tensor_parallel_size > 1 and not inline:
                 hook = f"{__name__}:{plant_in_worker.__name__}:{fault.name}:{folder}"

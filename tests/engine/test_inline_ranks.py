@@ -14,6 +14,8 @@ from preempt_engine.errors import (
     WorkerFailedError,
     WorkerStateDriftError,
 )
+from preempt_engine.executor.rank import Rank
+from preempt_engine.executor.wire import Frame, MessageKind
 from preempt_harness.adapters.embedded import EmbeddedAdapter
 from preempt_harness.explore.random_trials import random_trial
 from preempt_harness.trial import Trial, run_trial
@@ -88,6 +90,24 @@ def test_a_rank_that_goes_wrong_is_named() -> None:
     with pytest.raises(EngineClosedError, match="Rank 1"):
         generate(llm)
     llm.close()
+
+
+def test_an_interrupt_ends_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of them have done the step, and the others have not."""
+
+    def interrupted(rank: Rank, frame: Frame) -> Frame | None:
+        if rank._rank == 1 and frame.kind is MessageKind.STEP:
+            raise KeyboardInterrupt
+        return answer(rank, frame)
+
+    answer = Rank.answer
+    with make_llm() as llm:
+        monkeypatch.setattr(Rank, "answer", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm)
+        monkeypatch.undo()
+        with pytest.raises(EngineClosedError, match="KeyboardInterrupt"):
+            generate(llm)
 
 
 def test_a_rank_that_drifts_is_found_where_it_drifts() -> None:

@@ -11,6 +11,8 @@ from fake_trials import make_workload, trials
 from hypothesis import given, settings
 
 from preempt_harness.checks import Code, Finding, run_checks
+from preempt_harness.checks._accounting_counters import Tally
+from preempt_harness.checks.trace import ScheduledRows
 from preempt_harness.record import (
     Aborted,
     Arrived,
@@ -469,3 +471,20 @@ def test_parts_without_their_events_say_so(record: TrialRecord) -> None:
         "accounting/limits",
     }
     assert report.counted["accounting/pool counts: pool counts judged"] > 0
+
+
+@pytest.mark.parametrize(("mode", "recomputed"), [("recompute", 8), ("swap", 4)])
+def test_hits_that_never_ran_are_lost_with_a_preemption(mode: str, recomputed: int) -> None:
+    """Unless its own blocks came back from the host, the last of them not full."""
+    tally = Tally(block_size=4)
+    for event in (
+        BlocksAllocated(0, "r0.0", [0], 0),
+        ScheduledRows([Scheduled(0, "r0.0", 0, 4)]),
+        Preempted(1, "r0", mode, "prefill", "forced", 4, 9),
+        BlocksAllocated(2, "r0.0", [1, 2], 2),
+        Preempted(2, "r0", "recompute", "just_resumed", "forced", 8, 9),
+        BlocksAllocated(3, "r0.0", [3, 4, 5], 0),
+        ScheduledRows([Scheduled(3, "r0.0", 0, 9)]),
+    ):
+        tally.take(event)
+    assert tally.values["num_recomputed_tokens"] == recomputed

@@ -78,6 +78,9 @@ class InlineGroup:
                 told = error_from(number, describe_failure(error))
                 self._end(told.message)
                 raise told from error
+            except BaseException as error:  # the others have not seen the message
+                self._end(f"{type(error).__name__}.")
+                raise
             assert answer is not None, f"{frame.kind.name} has no answer"
             assert answer.kind is kind, f"{frame.kind.name} was answered with {answer.kind.name}"
             bodies.append(answer.body)
