@@ -23,8 +23,8 @@ class AdmissionModel(msgspec.Struct, frozen=True, kw_only=True):
     Common to all policies: running requests go first, in order of admission; when blocks lack, the
     request admitted last is preempted and nothing is admitted in that step; a preempted request
     returns to its place in arrival order; the head of the queue blocks those behind it. The
-    sequences of a request, several outputs or beams, share the full blocks of its prompt, and come
-    and go together.
+    beams of a request share the full blocks of its prompt, and come and go together; so do several
+    outputs, unless they are `outputs_apart`.
 
     Attributes:
         policy: what admission asks of the pool.
@@ -49,7 +49,11 @@ class AdmissionModel(msgspec.Struct, frozen=True, kw_only=True):
         last_token_needs_room: the pool must have room for a request's last token, which is never
             computed: such an engine checks its longest length against the pool.
         max_model_len: most tokens of a request, prompt and output; None is no limit.
+        outputs_apart: each of several outputs is scheduled, evicted and brought back by itself, as
+            if it were a request of its own.
         prefix_caching: full computed blocks are shared, and stay findable when they are freed.
+        merges_equal_blocks: with prefix caching, a computed block is given up where an
+            equal one is there.
         predicts: the engine does exactly what `simulate` plays, so that a trial without a plan
             can be held against it step by step.
     """
@@ -65,7 +69,9 @@ class AdmissionModel(msgspec.Struct, frozen=True, kw_only=True):
     drafts_first: bool = False
     last_token_needs_room: bool = False
     max_model_len: int | None = None
+    outputs_apart: bool = False
     prefix_caching: bool = True
+    merges_equal_blocks: bool = False
     predicts: bool = False
 
     def __post_init__(self) -> None:

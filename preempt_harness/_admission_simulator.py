@@ -458,7 +458,14 @@ class _Run:
             return
         num_full = request.num_findable_tokens(request.num_computed) // self.model.block_size
         for index in range(request.num_findable, num_full):
-            self.pool.make_findable(request.table[index], self._content(request, index))
+            content, own = self._content(request, index), request.table[index]
+            known = self.pool.find(content)
+            if known in (None, own) or not self.model.merges_equal_blocks:
+                self.pool.make_findable(own, content)
+                continue
+            self.pool.share([known])
+            self.pool.release([own])
+            request.table[index] = known
         request.num_findable = max(request.num_findable, num_full)
 
     def _result(self) -> Simulation:

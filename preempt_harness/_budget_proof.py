@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import permutations
 from typing import NamedTuple
 
 from preempt_harness.admission import AdmissionModel, may_stop_early
@@ -310,15 +311,16 @@ def _most_shared_blocks(
 
     Only full blocks of prompts are shared, for tables begin with hits and grow by new blocks. When
     admission takes several steps a prompt that continues another request's prompt might also hit
-    that request's output, which nobody knows here.
+    that request's output, which nobody knows here. Where equal blocks are merged, outputs may be
+    equal that follow equal prompts, or follow what another prompt says.
     """
     if not model.prefix_caching:
         return 0
     prompts = [tuple(demand.spec.prompt_token_ids) for demand in group]
-    if prefill_steps > 1:
-        for one in prompts:
-            if any(len(one) < len(other) and other[: len(one)] == one for other in prompts):
-                return None
+    for one, other in permutations(prompts, 2):
+        continued = len(one) < len(other) and prefill_steps > 1
+        if (continued or model.merges_equal_blocks) and other[: len(one)] == one:
+            return None
     size = model.block_size
     full = [prompt[:end] for prompt in prompts for end in range(size, len(prompt) + 1, size)]
     return len(full) - len(set(full))

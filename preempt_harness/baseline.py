@@ -95,13 +95,9 @@ class BaselineStore:
 def roomy_settings(
     settings: EngineSettings, workload: Workload, adapter: EngineAdapter
 ) -> EngineSettings:
-    """The settings with so many blocks that nobody is preempted for want of one.
-
-    The budget counts one sequence a request; each further one needs at most as much again.
-    """
+    """The settings with so many blocks that nobody is preempted for want of one."""
     room = KVBudget.roomy(workload, adapter.admission_model(settings))
-    most = max((request.sampling.num_sequences for request in workload.requests), default=1)
-    return msgspec.structs.replace(settings, num_blocks=room.num_blocks * most)
+    return msgspec.structs.replace(settings, num_blocks=room.num_blocks)
 
 
 def unpreempted_settings(

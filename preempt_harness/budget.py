@@ -22,6 +22,7 @@ from preempt_harness._budget_proof import (
     largest_demands,
     never_statement,
 )
+from preempt_harness._outputs_apart import apart
 from preempt_harness.admission import AdmissionModel, Simulation, simulate
 from preempt_harness.errors import HarnessError
 from preempt_harness.workload import Workload
@@ -196,6 +197,9 @@ class _Solver:
     def __init__(
         self, workload: Workload, admission: AdmissionModel, output_lengths: Mapping[str, int]
     ) -> None:
+        self.asked = (workload, output_lengths)
+        if admission.outputs_apart:
+            workload, output_lengths = apart(workload, output_lengths)
         self.workload = workload
         self.admission = admission
         self.output_lengths = output_lengths
@@ -253,9 +257,8 @@ class _Solver:
     def budget(self, num_blocks: int) -> KVBudget:
         """The count with its verdict."""
         verdict, proof = self.judge(num_blocks)
-        return KVBudget(
-            num_blocks, verdict, proof, self.workload, self.admission, self.output_lengths
-        )
+        workload, output_lengths = self.asked
+        return KVBudget(num_blocks, verdict, proof, workload, self.admission, output_lengths)
 
     def judge(self, num_blocks: int) -> tuple[Verdict, Proof]:
         """What the count does, on paper where that is possible, else by simulation."""

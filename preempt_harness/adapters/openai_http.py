@@ -83,6 +83,7 @@ class OpenAIHttpAdapter:
             block_size=settings.block_size,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
+            outputs_apart=True,
             prefix_caching=settings.enable_prefix_caching,
         )
 

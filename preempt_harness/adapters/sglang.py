@@ -55,6 +55,7 @@ class SglangAdapter:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
             max_model_len=settings.max_model_len,
+            outputs_apart=True,
             prefix_caching=settings.enable_prefix_caching,
         )
 

@@ -76,7 +76,9 @@ class TransformersAdapter:
             policy="chunk",
             block_size=settings.block_size,
             max_num_batched_tokens=settings.max_num_batched_tokens,
+            outputs_apart=True,
             prefix_caching=settings.enable_prefix_caching,
+            merges_equal_blocks=True,
         )
 
     def vocab_size(self, settings: EngineSettings) -> int:

@@ -75,6 +75,7 @@ class VllmSchedulerAdapter(ExactModelAdapter):
             drafts_first=True,
             last_token_needs_room=ahead > 0,
             max_model_len=settings.max_model_len,
+            outputs_apart=True,
             prefix_caching=settings.enable_prefix_caching,
         )
 

@@ -321,12 +321,12 @@ def test_outputs_share_a_prompt_in_a_pool_that_was_solved_for(
     block = block_size(preempt)
     workload = together(
         [
-            request(preempt, f"r{i}", 2 * block + offset, block, n=n, **drawn(preempt, i))
+            request(preempt, f"r{i}", 2 * block + offset, block + 2, n=n, **drawn(preempt, i))
             for i in range(3)
         ]
     )
     scarce = budget != "exact"
-    shared, longest = (2 * block + offset) // block, 3 * block + offset - 1
+    shared, longest = (2 * block + offset) // block, 3 * block + offset + 1
     enough = len(workload.requests) * (shared + n * (-(-longest // block) - shared))
     result = preempt.run(
         workload, budget if scarce else enough, block_size=block, expect_preemption=scarce

@@ -395,7 +395,6 @@ OUTPUTS, BATCH, SIZE = 256, 4, 8
 DRAFTERS = ("ngram", "scripted", "model")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("blocks", ["solved", "2+256/8"])
 @pytest.mark.parametrize("token_budget", [2048, BATCH, BATCH + 1])
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -610,3 +610,65 @@ def test_more_outputs_than_may_run_at_once_can_never_run() -> None:
     played = simulate(workload, AdmissionModel(block_size=4, max_num_seqs=2), 9)
     assert played.infeasible == ("wide",)
     assert played.finished == {"narrow": 6}
+
+
+def test_outputs_apart_need_room_for_one_at_a_time() -> None:
+    """Each is a request of its own: they need not fit together, nor run at once."""
+    sampling = SamplingSpec(max_tokens=6, n=3)
+    workload = Workload(
+        requests=[RequestSpec(id="wide", prompt_token_ids=list(range(9)), sampling=sampling)]
+    )
+    model = AdmissionModel(block_size=4, max_num_seqs=2, outputs_apart=True)
+    least = KVBudget.solve(workload, model, "minimal")
+    assert least.num_blocks == 4  # ceil((9 + 6 - 1) / 4)
+    assert least.num_blocks_never == 8
+    assert least.simulation().finished == {"wide": 6, "wide/1": 6, "wide/2": 6}
+    assert "preempts wide/1 in step 5" in KVBudget.solve(workload, model, 5).explain()
+    assert least.workload == workload
+
+
+def test_an_abort_ends_all_outputs_that_are_apart() -> None:
+    sampling = SamplingSpec(max_tokens=8, n=2)
+    workload = Workload(
+        requests=[RequestSpec(id="r0", prompt_token_ids=[1, 2], sampling=sampling)],
+        operations=[Operation(kind="abort", step=3, request="r0")],
+    )
+    model = AdmissionModel(block_size=4, outputs_apart=True)
+    assert set(KVBudget.roomy(workload, model).simulation().aborted) == {"r0", "r0/1"}
+
+
+def test_a_length_that_is_known_is_that_of_the_longest_output() -> None:
+    sampling = SamplingSpec(max_tokens=8, n=2, ignore_eos=False)
+    workload = Workload(requests=[RequestSpec(id="r0", prompt_token_ids=[1, 2], sampling=sampling)])
+    fixed = msgspec.structs.replace(
+        workload.requests[0], sampling=msgspec.structs.replace(sampling, ignore_eos=True)
+    )
+    model = AdmissionModel(block_size=4, outputs_apart=True)
+    # Of outputs that may stop early, nobody knows which was the longest.
+    assert KVBudget.roomy(workload, model, output_lengths={"r0": 3}).num_blocks == 6
+    known = KVBudget.roomy(Workload(requests=[fixed]), model, output_lengths={"r0": 3})
+    assert known.num_blocks == 2
+
+
+def test_blocks_that_are_merged_leave_no_proof_for_equal_prompts() -> None:
+    """transformers' continuous batching: equal outputs of equal prompts share all full blocks."""
+    sampling = SamplingSpec(max_tokens=13, n=3)
+    workload = Workload(
+        requests=[RequestSpec(id="r0", prompt_token_ids=list(range(7)), sampling=sampling)]
+    )
+    apart = AdmissionModel(policy="chunk", block_size=4, outputs_apart=True)
+    merging = msgspec.structs.replace(apart, merges_equal_blocks=True)
+    assert KVBudget.solve(workload, apart, 11).proof.kind == "proved"
+    assert KVBudget.solve(workload, merging, 11).proof.kind == "simulated"
+
+
+def test_merged_blocks_are_played() -> None:
+    """Two equal requests hold a block each while they fill it, and one of them when it is full."""
+    twins = [
+        RequestSpec(id=f"r{i}", prompt_token_ids=[1, 2], sampling=SamplingSpec(max_tokens=9))
+        for i in range(2)
+    ]
+    model = AdmissionModel(block_size=2)
+    merging = msgspec.structs.replace(model, merges_equal_blocks=True)
+    assert simulate(Workload(requests=twins), model, 20).peak_blocks == 5 + 5
+    assert simulate(Workload(requests=twins), merging, 20).peak_blocks == 4 + 2

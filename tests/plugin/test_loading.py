@@ -53,6 +53,16 @@ def test_with_xdist(run_pytest: RunPytest, tmp_path: Path) -> None:
     assert completed.stdout.count("preempted: r2@") == 2
 
 
+def test_the_suite_uses_no_marker_that_the_plugin_does_not_know(run_pytest: RunPytest) -> None:
+    """In a folder without configuration of its own, by the strictest rules of collection."""
+    completed = run_pytest(
+        *("-p", "preempt_harness", "--strict-markers", "-W", "error"),
+        *("--collect-only", "-q", "--pyargs", "preempt_harness.suite"),
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "test_natural.py: " in completed.stdout or "test_natural.py::" in completed.stdout
+
+
 def test_loading_it_twice_is_one_plugin(run_pytest: RunPytest, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(A_TEST)
     completed = run_pytest("-p", "preempt_harness", "-p", "preempt_harness")
