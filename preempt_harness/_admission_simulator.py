@@ -7,70 +7,12 @@ prefix hits only; an output token that nobody measured stands for itself.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-
-import msgspec
 
 from preempt_harness._admission_model import AdmissionModel, may_stop_early
 from preempt_harness._admission_pool import SimulatedPool
+from preempt_harness._admission_request import SimulatedRequest, stand_in_of
+from preempt_harness._admission_result import PredictedPreemption, Simulation
 from preempt_harness.workload import RequestSpec, Workload
-
-
-class PredictedPreemption(msgspec.Struct, frozen=True):
-    """One preemption of a simulation: when, whom, and how far it had come."""
-
-    step: int
-    request: str
-    num_computed_tokens: int
-    num_output_tokens: int
-
-
-class Simulation(msgspec.Struct, frozen=True, kw_only=True):
-    """What the admission model predicts.
-
-    Attributes:
-        num_blocks: of the pool, reserved blocks included.
-        preemptions: in order.
-        steps: number of the first step with nothing left to do.
-        last_step: the last step that computed something, -1 if none did.
-        finished: request -> its output tokens.
-        truncated: requests that the size of the pool ended early.
-        infeasible: requests that can never run or, alone in the pool, outgrow it.
-        aborted: requests ended by an operation of the workload.
-        peak_blocks: most blocks in use when a step is computed.
-        num_scheduled_tokens: tokens computed, recomputation included.
-        num_recomputed_tokens: of those, positions that had been computed before.
-        uncertain: requests that may stop before their assumed length.
-    """
-
-    num_blocks: int
-    preemptions: tuple[PredictedPreemption, ...]
-    steps: int
-    last_step: int
-    finished: dict[str, int]
-    truncated: tuple[str, ...]
-    infeasible: tuple[str, ...]
-    aborted: tuple[str, ...]
-    peak_blocks: int
-    num_scheduled_tokens: int
-    num_recomputed_tokens: int
-    uncertain: tuple[str, ...]
-
-    @property
-    def num_preemptions(self) -> int:
-        return len(self.preemptions)
-
-    @property
-    def preempted(self) -> frozenset[str]:
-        """Requests that were preempted at least once."""
-        return frozenset(event.request for event in self.preemptions)
-
-    @property
-    def recompute_ratio(self) -> float:
-        """Recomputed tokens per token computed for the first time."""
-        return self.num_recomputed_tokens / max(
-            1, self.num_scheduled_tokens - self.num_recomputed_tokens
-        )
 
 
 def simulate(
@@ -106,57 +48,6 @@ def simulate(
     return run.play()
 
 
-@dataclass(slots=True, eq=False)
-class _Request:
-    """One request on its way. `tokens` holds prompt ids, then output ids or stand-ins for them."""
-
-    spec: RequestSpec
-    arrival: int
-    tokens: list[Hashable]
-    num_outputs_wanted: int
-    truncated: bool
-    outputs: Sequence[int]
-    stand_in: Hashable
-    num_sequences: int = 1
-    num_computed: int = 0
-    high_water: int = 0
-    table: list[int] = field(default_factory=list)
-    num_findable: int = 0
-    num_resets: int = 0  # of the pool when its content was begun
-    contents: list[Hashable] = field(default_factory=list)
-
-    @property
-    def num_outputs(self) -> int:
-        return len(self.tokens) - self.spec.num_prompt_tokens
-
-    def work(self, start: int, end: int) -> int:
-        """Tokens to compute for positions [start, end): those of the prompt once for all sequences,
-        which are equally far."""
-        num_own = max(0, end - max(start, self.spec.num_prompt_tokens))
-        return end - start + (self.num_sequences - 1) * num_own
-
-    def reach(self, start: int, budget: int) -> int:
-        """One past the last position that so many tokens, from `start` on, bring it to."""
-        known, prompt = len(self.tokens), self.spec.num_prompt_tokens
-        end = min(known, start + budget)
-        if self.num_sequences == 1 or end <= prompt:
-            return end
-        begin = max(start, prompt)
-        rest = budget - (begin - start)
-        # With less than a token for each sequence they take turns, which is not played.
-        return min(known, max(begin + rest // self.num_sequences, start + 1))
-
-    def num_findable_tokens(self, num_tokens: int) -> int:
-        """Of its first tokens those that all sequences share, which others can find."""
-        prompt = self.spec.num_prompt_tokens
-        return num_tokens if self.num_sequences == 1 else min(num_tokens, prompt)
-
-    def append_output(self) -> None:
-        index = self.num_outputs
-        token = self.outputs[index] if index < len(self.outputs) else (self.stand_in, index)
-        self.tokens.append(token)
-
-
 class _Run:
     """State of one simulation."""
 
@@ -176,8 +67,8 @@ class _Run:
         self.pool = SimulatedPool(max(0, model.usable_blocks(num_blocks)))
         self.spare_blocks = model.watermark_blocks(num_blocks)
         self.content_ids: dict[Hashable, int] = {}
-        self.waiting: list[_Request] = []
-        self.running: list[_Request] = []
+        self.waiting: list[SimulatedRequest] = []
+        self.running: list[SimulatedRequest] = []
         self.step = 0
         self.last_step = -1
         self.preemptions: list[PredictedPreemption] = []
@@ -222,14 +113,14 @@ class _Run:
         wanted = max(1, min(limit, self.lengths.get(spec.id, limit)))
         in_pool = self._outputs_in_pool(spec)
         self.waiting.append(
-            _Request(
+            SimulatedRequest(
                 spec=spec,
                 arrival=arrival,
                 tokens=list(spec.prompt_token_ids),
                 num_outputs_wanted=min(wanted, in_pool),
                 truncated=wanted > in_pool,
                 outputs=self.outputs.get(spec.id, ()),
-                stand_in=_stand_in(spec),
+                stand_in=stand_in_of(spec),
                 num_sequences=spec.sampling.num_sequences,
             )
         )
@@ -267,9 +158,9 @@ class _Run:
 
     # One step -----------------------------------------------------------------------------------
 
-    def _schedule(self) -> list[tuple[_Request, int]]:
+    def _schedule(self) -> list[tuple[SimulatedRequest, int]]:
         """The step's work: requests and the position each is computed up to."""
-        scheduled: list[tuple[_Request, int]] = []
+        scheduled: list[tuple[SimulatedRequest, int]] = []
         num_before = len(self.preemptions)
         budget = self.model.max_num_batched_tokens
         self.draft_room = max(0, budget - sum(self._num_left(item) for item in self.running))
@@ -298,7 +189,7 @@ class _Run:
             budget -= min(budget, request.work(request.num_computed, end))
         return scheduled
 
-    def _take_drafts(self, request: _Request, end: int, budget: int) -> int:
+    def _take_drafts(self, request: SimulatedRequest, end: int, budget: int) -> int:
         """Tokens of the budget that a request's drafts have before whoever comes after it."""
         if not self.model.drafts_first or end < len(request.tokens) or not request.num_outputs:
             return 0
@@ -306,10 +197,10 @@ class _Run:
         return self.own_draft_room[request.spec.id]
 
     @staticmethod
-    def _num_left(request: _Request) -> int:
+    def _num_left(request: SimulatedRequest) -> int:
         return request.work(request.num_computed, len(request.tokens))
 
-    def _grow(self, request: _Request, budget: int) -> int | None:
+    def _grow(self, request: SimulatedRequest, budget: int) -> int | None:
         """Extend a running request's table, preempting as needed; None if it became the victim."""
         model = self.model
         while True:
@@ -329,13 +220,13 @@ class _Run:
                     self.infeasible.append(victim.spec.id)
                 return None
 
-    def _cut_to_fit(self, request: _Request, end: int) -> int:
+    def _cut_to_fit(self, request: SimulatedRequest, end: int) -> int:
         """The furthest position up to `end` that the free blocks hold, at least one token on."""
         model = self.model
         room = (len(request.table) + self.pool.num_available_blocks) * model.block_size
         return max(request.num_computed + 1, min(end, room - model.lookahead_tokens))
 
-    def _preempt(self, victim: _Request) -> None:
+    def _preempt(self, victim: SimulatedRequest) -> None:
         self.preemptions.append(
             PredictedPreemption(self.step, victim.spec.id, victim.num_computed, victim.num_outputs)
         )
@@ -346,7 +237,7 @@ class _Run:
         position = sum(other.arrival < victim.arrival for other in self.waiting)
         self.waiting.insert(position, victim)
 
-    def _admit(self, request: _Request, budget: int) -> int | None:
+    def _admit(self, request: SimulatedRequest, budget: int) -> int | None:
         """Give the head of the queue its blocks; None if it does not fit."""
         model, pool = self.model, self.pool
         hits = self._find_prefix(request)
@@ -379,7 +270,7 @@ class _Run:
         request.num_computed = start
         return end
 
-    def _num_lookahead_blocks(self, request: _Request) -> int:
+    def _num_lookahead_blocks(self, request: SimulatedRequest) -> int:
         """Room for first drafts, which an engine that drafts wants beside others."""
         if not self.running or self.model.drafts_first:
             return 0
@@ -388,7 +279,7 @@ class _Run:
         end = max(known, min(known + model.draft_tokens, most))
         return model.blocks_of(request.spec, end) - model.blocks_of(request.spec, known)
 
-    def _update(self, scheduled: list[tuple[_Request, int]]) -> None:
+    def _update(self, scheduled: list[tuple[SimulatedRequest, int]]) -> None:
         ended = []
         for request, end in scheduled:
             start = request.num_computed
@@ -406,7 +297,7 @@ class _Run:
         for request in sorted(ended, key=lambda request: request.spec.sampling.max_tokens > 0):
             self._finish(request)
 
-    def _gain(self, request: _Request) -> None:
+    def _gain(self, request: SimulatedRequest) -> None:
         """Accepted drafts and one token more, of which all but that one are computed."""
         left = request.num_outputs_wanted - request.num_outputs
         drafts = self.num_accepted_drafts if request.num_outputs else 0
@@ -421,7 +312,7 @@ class _Run:
             room = len(request.table) * self.model.block_size // request.num_sequences
             request.num_computed = min(len(request.tokens) - 1, room)
 
-    def _finish(self, request: _Request) -> None:
+    def _finish(self, request: SimulatedRequest) -> None:
         self.running.remove(request)
         self.pool.release(request.table)
         self.finished[request.spec.id] = request.num_outputs
@@ -430,7 +321,7 @@ class _Run:
 
     # Prefix cache -------------------------------------------------------------------------------
 
-    def _content(self, request: _Request, index: int) -> Hashable:
+    def _content(self, request: SimulatedRequest, index: int) -> Hashable:
         """Names the content of a full block and of all blocks before it."""
         size = self.model.block_size
         while len(request.contents) <= index:
@@ -440,7 +331,7 @@ class _Run:
             request.contents.append(self.content_ids.setdefault(link, len(self.content_ids)))
         return request.contents[index]
 
-    def _find_prefix(self, request: _Request) -> list[int]:
+    def _find_prefix(self, request: SimulatedRequest) -> list[int]:
         """Blocks found for the request's first tokens, never for all of them."""
         hits: list[int] = []
         size = self.model.block_size
@@ -453,7 +344,7 @@ class _Run:
             hits.append(block)
         return hits
 
-    def _make_findable(self, request: _Request) -> None:
+    def _make_findable(self, request: SimulatedRequest) -> None:
         if not self.model.prefix_caching or request.num_resets != self.pool.num_resets:
             return
         num_full = request.num_findable_tokens(request.num_computed) // self.model.block_size
@@ -488,13 +379,3 @@ class _Run:
             num_recomputed_tokens=self.num_recomputed,
             uncertain=tuple(uncertain),
         )
-
-
-def _stand_in(spec: RequestSpec) -> Hashable:
-    """Names the text that a request will produce: equal where equal outputs are certain."""
-    sampling = spec.sampling
-    if sampling.temperature > 0 and sampling.seed is None:
-        return spec.id
-    noise = None if sampling.temperature == 0 else sampling.seed
-    same = msgspec.structs.replace(sampling, max_tokens=0, logprobs=None, seed=noise)
-    return (tuple(spec.prompt_token_ids), same)

@@ -9,7 +9,8 @@ from preempt_harness._admission_model import (
     AdmissionPolicy,
     may_stop_early,
 )
-from preempt_harness._admission_simulator import PredictedPreemption, Simulation, simulate
+from preempt_harness._admission_result import PredictedPreemption, Simulation
+from preempt_harness._admission_simulator import simulate
 
 __all__ = [
     "AdmissionModel",
