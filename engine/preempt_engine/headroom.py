@@ -6,6 +6,8 @@ it alone, that would only starve it.
 
 from __future__ import annotations
 
+from itertools import repeat
+
 from preempt_engine.admission import num_blocks_to_admit, place
 from preempt_engine.residency import Residency
 from preempt_engine.sequence import Request
@@ -39,7 +41,8 @@ def victims_of(residency: Residency, request: Request) -> list[Request] | None:
     """
     num_blocks, hits = blocks_to_admit(residency, request)
     config = residency.config
-    is_later = config.preemption_mode == "swap"
+    swaps = config.preemption_mode == "swap"
+    candidates = reversed(residency.running)
     return victims_for(
         request,
         residency.running,
@@ -48,7 +51,8 @@ def victims_of(residency: Residency, request: Request) -> list[Request] | None:
         hits=hits,
         max_num_seqs=config.max_num_seqs,
         num_watermark_blocks=num_blocks_beside(residency, request),
-        num_tokens_to_come=1 + config.num_speculative_tokens if is_later else 0,
+        copied=residency.swapper.can_swap_out_in_turn(candidates) if swaps else repeat(False),
+        num_tokens_to_come=1 + config.num_speculative_tokens,
     )
 
 

@@ -16,6 +16,7 @@ computes: sources because they are still read, destinations because they are own
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from preempt_engine.block_manager import BlockManager, num_private_copies
 from preempt_engine.host_pool import HostPool
@@ -39,6 +40,15 @@ class Swapper:
     def can_swap_out(self, request: Request) -> bool:
         """Whether there is something to keep, and room for it."""
         return 0 < len(self._computed_blocks(request)) <= len(self.host.free_blocks)
+
+    def can_swap_out_in_turn(self, requests: Iterable[Request]) -> Iterator[bool]:
+        """The same of each of several, were those before it swapped out as far as there is room."""
+        num_free = len(self.host.free_blocks)
+        for request in requests:
+            num_computed = len(self._computed_blocks(request))
+            can = 0 < num_computed <= num_free
+            num_free -= num_computed if can else 0
+            yield can
 
     def swap_out(self, request: Request, step_id: int) -> Pairs:
         """Exchange the request's blocks for host blocks.

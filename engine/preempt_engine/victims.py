@@ -8,7 +8,7 @@ scheduled in this step is never its victim.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple, Protocol
 
@@ -61,13 +61,14 @@ def victims_for(
     hits: AbstractSet[int],
     max_num_seqs: int,
     num_watermark_blocks: int,
+    copied: Iterator[bool],
     num_tokens_to_come: int,
 ) -> list[Request] | None:
     """The fewest of the least urgent that must go so that a more urgent request can run.
 
     Only requests with a strictly higher priority value may go: equals never evict each other. A
-    victim gives up the same blocks in either mode of preemption; swapped ones come free a step
-    later, when they are copied.
+    victim gives up the same blocks in either mode of preemption; if one is copied to the host, all
+    come free a step later.
 
     Args:
         newcomer: head of the waiting queue.
@@ -78,7 +79,8 @@ def victims_for(
         hits: blocks that it would share, cached or in use.
         max_num_seqs: most sequences that run at once.
         num_watermark_blocks: to be left free unless nobody else runs.
-        num_tokens_to_come: by so many a sequence may have got longer when victims' blocks are free.
+        copied: whether victims are copied to the host, from the end of `running` on.
+        num_tokens_to_come: by so many a sequence may have got longer when that is done.
 
     Returns:
         Victims, the least urgent first; empty when it fits as it is. None when it would not fit
@@ -91,13 +93,15 @@ def victims_for(
     now = [_num_growth_blocks(request, blocks, 0) for request in running]
     later = [_num_growth_blocks(request, blocks, num_tokens_to_come) for request in running]
     num_seqs = newcomer.num_seqs + sum(request.num_seqs for request in running)
+    is_later = False
     while True:
         survivors = len(running) - len(victims)
         num_wanted = num_blocks + freed.num_of(hits) + (num_watermark_blocks if survivors else 0)
         # It needs no block of the victims', only their places; or it waits for their blocks.
         fits = num_wanted + sum(now[:survivors]) <= blocks.num_available_blocks
         if victims and not fits:
-            fits = num_wanted + sum(later[:survivors]) <= freed.num_available_blocks
+            growth = later if is_later else now
+            fits = num_wanted + sum(growth[:survivors]) <= freed.num_available_blocks
         if fits and num_seqs <= max_num_seqs:
             return victims
         if not survivors or running[survivors - 1].priority <= newcomer.priority:
@@ -105,6 +109,7 @@ def victims_for(
         victim = running[survivors - 1]
         victims.append(victim)
         freed.add(victim)
+        is_later |= next(copied)
         num_seqs -= victim.num_seqs
 
 

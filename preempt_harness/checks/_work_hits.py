@@ -69,7 +69,9 @@ def certain_hits(trace: Trace, admissions: Sequence[tuple[int, str]]) -> list[in
     hits = _Hits(trace, keeps=False)
     found: list[int] = []
     for event in trace.of(*_KINDS):
-        while len(found) < len(admissions) and admissions[len(found)][0] <= event.step:
+        # Who arrives and what is forgotten in a step comes before anybody is let in.
+        begins = isinstance(event, Arrived | CacheReset)
+        while len(found) < len(admissions) and admissions[len(found)][0] + begins <= event.step:
             step, request = admissions[len(found)]
             found.append(hits.num_certain(f"{request}.0", step))
         hits.take(event)

@@ -231,10 +231,10 @@ FAULTS = (
         patches=(
             Patch(
                 "preempt_engine.victims:victims_for",
-                "fits = num_wanted + sum(later[:survivors]) <= freed.num_available_blocks",
-                "if sum(later[:survivors]) > sum(now[:survivors]) and reached():\n"
-                "    later = now\n"
-                "fits = num_wanted + sum(later[:survivors]) <= freed.num_available_blocks",
+                "growth = later if is_later else now",
+                "growth = later if is_later else now\n"
+                "if sum(growth[:survivors]) > sum(now[:survivors]) and reached():\n"
+                "    growth = now",
             ),
         ),
         needs=frozenset({"swap", "priority"}),

@@ -233,3 +233,17 @@ def test_a_priority_needs_the_policy() -> None:
         engine(scheduling_policy="fair")
     with pytest.raises(ConfigError, match="priorities"):
         priority_engine(9).generate([[1], [2]], GREEDY, use_tqdm=False, priority=[1])
+
+
+@pytest.mark.parametrize("space", [3, 4], ids=["recomputed", "copied"])
+def test_room_to_grow_meanwhile_is_kept_only_where_blocks_are_copied(space: int) -> None:
+    """The last of three has four blocks. Where the swap space takes them, they are free a step
+    later, when the others will have begun a block each; else they are free at once."""
+    llm = priority_engine(9, preemption_mode="swap", swap_space_blocks=space)
+    for name, num_tokens in [("a", 7), ("b", 7), ("c", 15)]:
+        add(llm, name, num_tokens, 2)
+    llm.step()
+    assert running(llm) == ["a", "b", "c"]
+    add(llm, "d", 15, 1)
+    llm.step()
+    assert running(llm) == (["d", "a", "b"] if space < 4 else ["a"])

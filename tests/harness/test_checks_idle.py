@@ -17,6 +17,7 @@ from preempt_harness.record import (
     Arrived,
     BlocksAllocated,
     BlocksFreed,
+    CacheReset,
     Event,
     Finished,
     PlanApplied,
@@ -339,3 +340,29 @@ def test_only_an_engine_that_swaps_by_itself_is_judged() -> None:
     assert judged("swaps", *out(3)) == []  # nobody says how large the swap space is
     forced = [replace(e, reason="forced") if isinstance(e, Preempted) else e for e in out(3)]
     assert judged("swaps", *forced, swap_space_blocks=9) == []
+
+
+def shares(*more: Event) -> list[Finding]:
+    """r1 arrives in step 3: two of its three blocks are r0's, and one is free."""
+    return judged(
+        "idle room",
+        arrived("r0", 8),
+        BlocksAllocated(0, "r0.0", [0, 1, 2], 0),
+        Scheduled(0, "r0.0", 0, 8),
+        pool(0, 1),
+        Scheduled(1, "r0.0", 8, 9),
+        pool(1, 1),
+        Scheduled(2, "r0.0", 9, 10),
+        pool(2, 1),
+        Arrived(3, "r1", [1] * 9, 4, 0),
+        *more,
+        Scheduled(3, "r0.0", 10, 11),
+        pool(3, 1),
+        enable_prefix_caching=True,
+    )
+
+
+def test_blocks_that_would_be_shared_are_room_unless_they_are_forgotten() -> None:
+    (found,) = shares()
+    assert "takes 3 at most, of which it shares 2" in found.message
+    assert shares(CacheReset(3, False)) == []
