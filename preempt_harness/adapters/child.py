@@ -103,6 +103,7 @@ class ChildHost:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._log: IO[bytes] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # for its temporary files
 
     @property
     def pid(self) -> int | None:
@@ -184,12 +185,23 @@ class ChildHost:
         if self._log is not None:
             self._log.close()
             self._log = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
+        # It is ended by a signal, and cannot tidy up by itself.
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="preempt-harness-engine-", ignore_cleanup_errors=True
+        )
         kind = type(self._adapter)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "TMPDIR": self._folder.name,
+        }
         try:
             self._process = subprocess.Popen(
                 [

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -173,6 +175,14 @@ class TalkativeAdapter(ForeignAdapter):
         os._exit(9)
 
 
+class LitteringAdapter(ForeignAdapter):
+    """Leaves a temporary folder in every process that opens it."""
+
+    def open(self, settings: EngineSettings) -> ForeignSession:
+        print(tempfile.mkdtemp(), flush=True)
+        os._exit(9)
+
+
 class NeedyAdapter(ForeignAdapter):
     """Cannot be built by its class alone."""
 
@@ -208,6 +218,14 @@ def test_what_the_engine_printed_before_it_died_is_shown() -> None:
         open_with(TalkativeAdapter())
     assert "loading weights: no such file" in caught.value.traceback
     assert any("loading weights" in note for note in caught.value.__notes__)
+
+
+def test_temporary_files_of_the_engine_go_with_its_process() -> None:
+    with pytest.raises(EngineProcessError) as caught:
+        open_with(LitteringAdapter())
+    (folder,) = re.findall(r"^/.+$", caught.value.traceback, re.MULTILINE)
+    assert not Path(folder).exists()
+    assert not Path(folder).parent.exists()
 
 
 @pytest.mark.parametrize(
@@ -274,7 +292,11 @@ def test_a_stuck_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDWR)  # so that neither side waits for the other to open it
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(SOURCE_PATHS)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(SOURCE_PATHS),
+        "TMPDIR": str(tmp_path),  # who is killed leaves its temporary files
+    }
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(pipe)], cwd=ROOT, env=environment)
     try:
         assert select.select([reader], [], [], WAIT_S)[0], "the child never got stuck"
