@@ -15,6 +15,7 @@ from preempt_harness.audit.kill import Kill, Outcome
 from preempt_harness.errors import HarnessError
 from preempt_harness.faults.planting import PlantReport
 
+EXACT = "exact"
 SUITE = ("--pyargs", "preempt_harness.suite")
 _TESTS_FAILED = 1
 _LONGEST_OUTPUT = 2000
@@ -26,12 +27,15 @@ class TestRunError(HarnessError):
     __test__ = False  # pytest would take it for a class of tests
 
 
-def look_by_tests(tests: Sequence[str], fault: str, timeout_s: float) -> Kill:
+def look_by_tests(
+    tests: Sequence[str], fault: str, timeout_s: float, *, model: str = EXACT
+) -> Kill:
     """Run tests until the first one fails.
 
     Args:
         tests: arguments for pytest: paths, or `SUITE`.
         fault: name of the fault; "" plants none.
+        model: what they run on, where they do not choose for themselves.
         timeout_s: a run that takes longer is killed, and counts as a failure.
 
     Raises:
@@ -44,6 +48,7 @@ def look_by_tests(tests: Sequence[str], fault: str, timeout_s: float) -> Kill:
             *("-p", "preempt_harness", "-p", "preempt_harness.faults.planting"),
             *("--preempt-engine", "embedded", "--preempt-plant-report", str(path)),
             *(("--preempt-plant-fault", fault) if fault else ()),
+            *(("--preempt-model", model) if model != EXACT else ()),
             *tests,
         ]
         try:

@@ -9,7 +9,7 @@ import msgspec
 
 from preempt_harness.adapters.embedded import EmbeddedAdapter
 from preempt_harness.audit.by_search import look_by_search
-from preempt_harness.audit.by_tests import SUITE, look_by_tests
+from preempt_harness.audit.by_tests import EXACT, SUITE, look_by_tests
 from preempt_harness.audit.kill import Audit, AuditRow, Kill, Outcome
 from preempt_harness.audit.yardsticks import YARDSTICKS, run_yardstick
 from preempt_harness.explore.strategy import SearchTask, find_strategy
@@ -88,13 +88,17 @@ def run_audit(plan: AuditPlan, report: Report | None = None) -> Audit:
 
 
 def _control(plan: AuditPlan, method: str) -> Kill:
-    """The method without a fault."""
-    if method == "suite":
-        kill = look_by_tests(plan.tests, "", plan.tests_timeout_s)
-    else:
-        kill = _look_here(plan, method, model="exact")
-    clean = kill.outcome is Outcome.SURVIVED
-    return msgspec.structs.replace(kill, outcome=Outcome.CLEAN if clean else Outcome.FALSE_ALARM)
+    """The method without a fault, on every model that is used."""
+    num_trials, cpu_s = 0, 0.0
+    for model in sorted({EXACT, *(fault.model for fault in plan.faults)}):
+        if method == "suite":
+            kill = look_by_tests(plan.tests, "", plan.tests_timeout_s, model=model)
+        else:
+            kill = _look_here(plan, method, model)
+        num_trials, cpu_s = num_trials + kill.num_trials, cpu_s + kill.cpu_s
+        if kill.outcome is not Outcome.SURVIVED:
+            return msgspec.structs.replace(kill, outcome=Outcome.FALSE_ALARM)
+    return Kill(outcome=Outcome.CLEAN, num_trials=num_trials, cpu_s=cpu_s)
 
 
 def _look(plan: AuditPlan, fault: Fault, method: str) -> Kill:
@@ -104,7 +108,7 @@ def _look(plan: AuditPlan, fault: Fault, method: str) -> Kill:
                 kill = _look_here(plan, method, model=fault.model)
                 kill = msgspec.structs.replace(kill, reached=num_reached())
         if method == "suite":  # in a process of its own, which plants it there
-            kill = look_by_tests(plan.tests, fault.name, plan.tests_timeout_s)
+            kill = look_by_tests(plan.tests, fault.name, plan.tests_timeout_s, model=fault.model)
     except FaultTargetError as error:
         return Kill(outcome=Outcome.NOT_APPLIED, message=str(error))
     if not kill.reached:
