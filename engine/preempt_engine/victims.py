@@ -93,15 +93,18 @@ def victims_for(
     now = [_num_growth_blocks(request, blocks, 0) for request in running]
     later = [_num_growth_blocks(request, blocks, num_tokens_to_come) for request in running]
     num_seqs = newcomer.num_seqs + sum(request.num_seqs for request in running)
+    num_free = blocks.num_available_blocks
     is_later = False
     while True:
         survivors = len(running) - len(victims)
         num_wanted = num_blocks + freed.num_of(hits) + (num_watermark_blocks if survivors else 0)
         # It needs no block of the victims', only their places; or it waits for their blocks.
-        fits = num_wanted + sum(now[:survivors]) <= blocks.num_available_blocks
+        fits = num_wanted + sum(now[:survivors]) <= num_free
         if victims and not fits:
-            growth = later if is_later else now
-            fits = num_wanted + sum(growth[:survivors]) <= freed.num_available_blocks
+            growth = now[:survivors]
+            if is_later:
+                growth = _growth_meanwhile(growth, later, num_free)
+            fits = num_wanted + sum(growth) <= freed.num_available_blocks
         if fits and num_seqs <= max_num_seqs:
             return victims
         if not survivors or running[survivors - 1].priority <= newcomer.priority:
@@ -141,6 +144,19 @@ class _FreedBlocks:
                 self._references[block_id] += 1
                 if self._references[block_id] == self._blocks.ref_counts[block_id]:
                     self._freed.add(block_id)
+
+
+def _growth_meanwhile(now: list[int], later: list[int], num_free: int) -> list[int]:
+    """Blocks that each takes until victims' blocks are copied, and in the step after that.
+
+    Who finds none among the free ones does not get on meanwhile.
+    """
+    growth = []
+    for num_now, num_later in zip(now, later, strict=False):
+        goes_on = num_now <= num_free
+        num_free -= num_now if goes_on else 0
+        growth.append(num_later if goes_on else num_now)
+    return growth
 
 
 def _num_growth_blocks(request: Request, blocks: BlockManager, num_tokens_to_come: int) -> int:

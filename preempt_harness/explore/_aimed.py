@@ -25,12 +25,14 @@ class Aimed(msgspec.Struct, frozen=True, kw_only=True):
         settings, workload: of the trial.
         actions: for its plan, besides those that are drawn anyway.
         num_spare_blocks: by so many the pool is larger than it would be.
+        is_quiet: nothing is planned besides `actions`.
     """
 
     settings: EngineSettings
     workload: Workload
     actions: tuple[Action, ...] = ()
     num_spare_blocks: int = 0
+    is_quiet: bool = False
 
 
 def with_company(workload: Workload, num_requests: int) -> Workload:

@@ -10,8 +10,12 @@ from preempt_harness.adapters import protocol
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings
 from preempt_harness.explore._aimed import Aimed, ahead, equals, horizon
 from preempt_harness.explore.random_settings import drafted
+from preempt_harness.generators import FIRST_ORDINARY_ID
 from preempt_harness.plan import Mode, Preempt, Step
 from preempt_harness.workload import SamplingSpec, Workload
+
+_ENDING_APART = {protocol.PARALLEL_SAMPLING, protocol.SAMPLING, protocol.STOP_TOKENS}
+_ENDED_APART = 12  # by this step most of their outputs have ended
 
 
 def own_drafts(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
@@ -43,22 +47,49 @@ def own_drafts(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> A
 
 
 def under_way(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
-    """Requests that are swapped out while drafts of theirs are under way."""
+    """Requests that are swapped out while drafts of theirs, or ends of outputs, are under way."""
     settings = ahead(source, trial.settings, adapter, depths=(1, 1, 1, 2))
+    ends_apart = adapter.capabilities >= _ENDING_APART and source.random() < 0.6
     requests = []
     for request in trial.workload.requests[:4]:
         more = source.randint(1, 3) * settings.block_size
         sampling = msgspec.structs.replace(
             request.sampling, max_tokens=request.sampling.max_tokens + more
         )
+        if ends_apart:
+            sampling = _ending_apart(source, sampling.max_tokens, adapter.vocab_size(settings))
         requests.append(msgspec.structs.replace(request, sampling=sampling))
-    return _moved(source, settings, equals(Workload(requests=requests)), adapter)
+    workload = equals(Workload(requests=requests))
+    if not ends_apart:
+        return _moved(source, settings, workload, adapter)
+    settings = msgspec.structs.replace(settings, max_num_seqs=max(8, settings.max_num_seqs))
+    return _moved(source, settings, workload, adapter, most=6, last=_ENDED_APART)
+
+
+def _ending_apart(source: random.Random, max_tokens: int, vocab_size: int) -> SamplingSpec:
+    """Several outputs, each of which ends by itself: about one token in eight is a last one."""
+    ordinary = range(FIRST_ORDINARY_ID, vocab_size)
+    return SamplingSpec(
+        max_tokens=max_tokens,
+        temperature=1.0,
+        n=source.randint(2, 4),
+        stop_token_ids=tuple(sorted(source.sample(ordinary, len(ordinary) // 8))),
+    )
 
 
 def _moved(
-    source: random.Random, settings: EngineSettings, workload: Workload, adapter: EngineAdapter
+    source: random.Random,
+    settings: EngineSettings,
+    workload: Workload,
+    adapter: EngineAdapter,
+    *,
+    most: int = 3,
+    last: int | None = None,
 ) -> Aimed:
-    """Requests lose their blocks now and then, mostly to the host if the engine can."""
+    """Requests lose their blocks now and then, mostly to the host if the engine can.
+
+    At most so often, and by step `last`, about which the longest output ends if none is given.
+    """
     modes: list[Mode] = [
         mode for mode in ("swap", "swap", "recompute") if mode in adapter.capabilities
     ]
@@ -69,9 +100,9 @@ def _moved(
         options = {**settings.options, "preemption_mode": mode}
         options.pop("swap_space_blocks", None)
         settings = msgspec.structs.replace(settings, options=options)
-    last = horizon(workload)
+    last = last or horizon(workload)
     actions = [
         Preempt(source.choice(workload.requests).id, Step(source.randint(1, last)), mode)
-        for _ in range(source.randint(1, 3))
+        for _ in range(source.randint(1, most))
     ]
     return Aimed(settings=settings, workload=workload, actions=tuple(actions))

@@ -22,7 +22,7 @@ from preempt_harness.explore._aimed import (
 )
 from preempt_harness.generators import in_order_of_arrival
 from preempt_harness.plan import Preempt, PreemptAll, Squeeze, Step
-from preempt_harness.workload import Operation, RequestSpec, Workload
+from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
 
 
 def ends(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
@@ -70,7 +70,10 @@ def both_ways(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Ai
     Where there are priorities, some of those who are out, or about to come in, get another.
     """
     workload = with_company(trial.workload, source.randint(4, 6))
-    size = trial.settings.block_size
+    settings = trial.settings
+    if source.random() < 0.5:  # those who stay begin a block in most steps
+        settings = small_blocks(source, settings, adapter)
+    size = settings.block_size
     if protocol.PRIORITY in adapter.capabilities:
         workload = _calm_and_urgent(source, workload, size)
     blocks = sorted(
@@ -78,10 +81,10 @@ def both_ways(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Ai
         for request in workload.requests
     )
     settings = msgspec.structs.replace(
-        trial.settings,
-        max_num_seqs=max(4, trial.settings.max_num_seqs),
+        settings,
+        max_num_seqs=max(4, settings.max_num_seqs),
         options={
-            **trial.settings.options,
+            **settings.options,
             "preemption_mode": "swap",
             "swap_space_blocks": source.randint(blocks[0], blocks[-2] + blocks[-1]),
         },
@@ -162,6 +165,45 @@ def crowd(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
         settings=settings,
         workload=workload,
         num_spare_blocks=blocks // source.choice((2, 3, 4, 8)),
+    )
+
+
+def urgent(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
+    """Urgent requests come one by one while others grow, in a pool that is all but full.
+
+    Who makes room for them is copied to the host if the engine can, and the others grow meanwhile.
+    """
+    settings = small_blocks(source, trial.settings, adapter)
+    settings = msgspec.structs.replace(settings, max_num_seqs=max(8, settings.max_num_seqs))
+    if source.random() < 0.8:
+        settings = with_option(settings, adapter, protocol.SWAP, "preemption_mode", "swap")
+        settings = msgspec.structs.replace(
+            settings,
+            options={k: v for k, v in settings.options.items() if k != "swap_space_blocks"},
+        )
+    size = settings.block_size
+    workload = with_company(trial.workload, source.randint(4, 6))
+    num_calm = source.randint(2, 4)
+    requests, blocks = [], 0
+    for index, request in enumerate(workload.requests):
+        is_calm = index < num_calm
+        prompt = request.prompt_token_ids[: source.randint(1, 3 * size)]
+        length = source.randint(1, 4 if is_calm else 2) * size + source.randint(1, 4)
+        requests.append(
+            msgspec.structs.replace(
+                request,
+                prompt_token_ids=prompt,
+                arrival_step=0 if is_calm else source.randint(1, 3 * size),
+                priority=1 if is_calm else 0,
+                sampling=SamplingSpec(max_tokens=length),
+            )
+        )
+        blocks += (len(prompt) + length) // size if is_calm else 0
+    return Aimed(
+        settings=settings,
+        workload=Workload(requests=in_order_of_arrival(requests)),
+        num_spare_blocks=blocks // source.choice((2, 3, 4)),
+        is_quiet=source.random() < 0.7,
     )
 
 

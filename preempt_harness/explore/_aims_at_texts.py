@@ -156,6 +156,46 @@ def begun_alike(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> 
     )
 
 
+def sharers(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
+    """One with several outputs, which all begin a block at once, between an elder, which goes on,
+    and somebody who shares its prompt and has little else to give up."""
+    settings = msgspec.structs.replace(
+        trial.settings,
+        enable_prefix_caching=True,
+        speculative_config=None,
+        async_scheduling=0,
+        block_size=source.choice(sorted(adapter.block_sizes or (2, 3, 4))[:3]),
+        max_num_seqs=max(8, trial.settings.max_num_seqs),
+        max_num_batched_tokens=max(16, trial.settings.max_num_batched_tokens),
+    )
+    size = settings.block_size
+    elder, needy, *others = with_company(trial.workload, source.choice((3, 3, 4))).requests
+    text = _long_text(source, [needy], source.randint(1, 3) * size)
+    length = source.randint(1, 3) * size + source.randint(1, 2)
+    grown = SamplingSpec(max_tokens=length + source.randint(0, size))
+    several = SamplingSpec(max_tokens=length, temperature=1.0, n=source.randint(2, 3))
+    requests = [
+        msgspec.structs.replace(elder, arrival_step=0, sampling=grown),
+        msgspec.structs.replace(needy, prompt_token_ids=text, arrival_step=0, sampling=several),
+    ]
+    for other in others:
+        own = other.prompt_token_ids[: source.randint(1, size)]
+        requests.append(
+            msgspec.structs.replace(
+                other,
+                prompt_token_ids=[*text, *own],
+                arrival_step=source.randint(1, length),
+                sampling=SamplingSpec(max_tokens=source.randint(1, 2 * size)),
+            )
+        )
+    return Aimed(
+        settings=settings,
+        workload=equals(Workload(requests=requests)),
+        num_spare_blocks=source.randint(0, (elder.num_prompt_tokens + length) // size),
+        is_quiet=source.random() < 0.7,
+    )
+
+
 def _long_text(source: random.Random, requests: Sequence[RequestSpec], least: int) -> list[int]:
     """A text of at least so many tokens, made of the prompts."""
     text = [token_id for request in requests for token_id in request.prompt_token_ids]

@@ -9,13 +9,15 @@
     want         one request or two, decided ahead, that get no block for long
     both ways    more and less urgent requests swapped out and in, with swap space for few blocks
     all out      everybody swapped out at once, for which there is swap space or not, and newcomers
+    urgent       urgent ones that come one by one while others grow, whose victims are swapped
     own drafts   the target drafts for itself, while blocks are copied, swapped and computed anew
-    under way    requests swapped out while drafts of theirs are under way
+    under way    requests swapped out while drafts of theirs, or ends of outputs, are under way
     old content  a cache reset while somebody with a text that others come with later runs or waits
     crowd        many requests that grow at once in a pool for some, of engines whose victims are
                  the last that were let in: by priority that may be anybody
     same text    prompts of one text, cut into chunks, whose readers lose their blocks on the way
     begun alike  more and less urgent ones of one beginning, or decided ahead, in little room
+    sharers      several outputs that begin a block at once, beside one that shares their prompt
 
 What an engine is not capable of is left out; an aim of which nothing would be left is not drawn.
 """
@@ -32,8 +34,8 @@ from preempt_harness.adapters.protocol import EngineAdapter, KnowsOutputs
 from preempt_harness.explore._aimed import Aimed
 from preempt_harness.explore._aims_at_moves import own_drafts, under_way
 from preempt_harness.explore._aims_at_outputs import followers, limits
-from preempt_harness.explore._aims_at_scarcity import all_out, both_ways, crowd, ends, want
-from preempt_harness.explore._aims_at_texts import begun_alike, old_content, same_text
+from preempt_harness.explore._aims_at_scarcity import all_out, both_ways, crowd, ends, urgent, want
+from preempt_harness.explore._aims_at_texts import begun_alike, old_content, same_text, sharers
 from preempt_harness.plan import PreemptionPlan
 
 
@@ -106,6 +108,7 @@ AIMS = {
         apply=all_out, needed=frozenset({protocol.STEPPED, protocol.SWAP, protocol.PREEMPT})
     ),
     "crowd": Aim(apply=crowd, needed=frozenset({protocol.STEPPED, protocol.QUEUE_ORDER}), weight=8),
+    "urgent": Aim(apply=urgent, needed=frozenset({protocol.STEPPED, protocol.PRIORITY}), weight=4),
     "own drafts": Aim(
         apply=own_drafts,
         needed=frozenset({protocol.STEPPED, protocol.SPECULATION, protocol.PREEMPT}),
@@ -114,6 +117,7 @@ AIMS = {
     "under way": Aim(
         apply=under_way,
         needed=frozenset({protocol.STEPPED, protocol.ASYNC_SCHEDULING, protocol.PREEMPT}),
+        weight=5,
     ),
     "old content": Aim(
         apply=old_content,
@@ -142,6 +146,18 @@ AIMS = {
         apply=begun_alike,
         needed=frozenset({protocol.STEPPED, protocol.PREFIX_CACHING}),
         weight=4,
+    ),
+    "sharers": Aim(
+        apply=sharers,
+        needed=frozenset(
+            {
+                protocol.STEPPED,
+                protocol.PREFIX_CACHING,
+                protocol.PARALLEL_SAMPLING,
+                protocol.SAMPLING,
+            }
+        ),
+        weight=6,
     ),
 }
 """By name."""

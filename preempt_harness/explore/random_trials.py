@@ -57,7 +57,7 @@ _UNPREDICTABLE = (
     "operations",
 )
 _CONTINUED = 0.25  # of trials in which a prompt goes on where another's output is
-_AIMED = 0.4  # of the trials that are not predictable: how many aim at several things at once
+_AIMED = 0.5  # of the trials that are not predictable: how many aim at several things at once
 _QUEUE_LIMITED = 0.1  # of trials in which few requests may wait
 
 
@@ -123,7 +123,7 @@ def random_trial(
     budget = KVBudget.solve(workload, admission, num_blocks)
     if source.random() < _GIANTS:
         workload = _with_giant(source, workload, settings, budget.num_blocks, adapter)
-    plan = random_plan(source, workload, adapter, action_kinds)
+    plan = random_plan(source, workload, adapter, () if drawn.is_quiet else action_kinds)
     return Trial(
         engine=adapter.name,
         settings=msgspec.structs.replace(settings, num_blocks=budget.num_blocks),

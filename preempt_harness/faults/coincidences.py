@@ -231,10 +231,10 @@ FAULTS = (
         patches=(
             Patch(
                 "preempt_engine.victims:victims_for",
-                "growth = later if is_later else now",
-                "growth = later if is_later else now\n"
-                "if sum(growth[:survivors]) > sum(now[:survivors]) and reached():\n"
-                "    growth = now",
+                "growth = _growth_meanwhile(growth, later, num_free)",
+                "meanwhile = _growth_meanwhile(growth, later, num_free)\n"
+                "if sum(meanwhile) > sum(growth) and not reached():\n"
+                "    growth = meanwhile",
             ),
         ),
         needs=frozenset({"swap", "priority"}),

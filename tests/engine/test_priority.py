@@ -247,3 +247,25 @@ def test_room_to_grow_meanwhile_is_kept_only_where_blocks_are_copied(space: int)
     add(llm, "d", 15, 1)
     llm.step()
     assert running(llm) == (["d", "a", "b"] if space < 4 else ["a"])
+
+
+@pytest.mark.parametrize("num_blocks", [9, 10])
+def test_who_finds_no_block_does_not_grow_until_the_victims_are_copied(num_blocks: int) -> None:
+    """a and b begin a block in each step. With one free block only a gets on while c's four are
+    copied, and d's two fit beside the three that they take in all; with two, d would need one more
+    than that."""
+    llm = engine(
+        block_size=1,
+        num_kv_blocks=num_blocks,
+        scheduling_policy="priority",
+        preemption_mode="swap",
+        swap_space_blocks=8,
+    )
+    for name, num_tokens in [("a", 2), ("b", 2), ("c", 4)]:
+        add(llm, name, num_tokens, 2)
+    llm.step()
+    add(llm, "d", 2, 1)
+    llm.step()
+    assert running(llm) == ["a", "b"]
+    llm.step()
+    assert running(llm) == ["d", "a", "b"]

@@ -203,6 +203,46 @@ def test_drafts_are_under_way_when_their_request_is_swapped_out() -> None:
     assert num_under_way > 5
 
 
+def test_outputs_end_one_by_one_while_their_request_is_moved() -> None:
+    num_apart = 0
+    for trial in aimed("under way"):
+        record = run(trial)
+        moved = steps_of(record, SwappedOut)
+        for request in trial.workload.requests:
+            if request.sampling.n > 1 and request.sampling.stop_token_ids and moved:
+                outputs = record.results[request.id].outputs
+                num_apart += len({len(output.token_ids) for output in outputs}) > 1
+    assert num_apart > 20
+
+
+def test_urgent_ones_have_others_swapped_out_who_leave_some_that_grow() -> None:
+    num_copied = 0
+    for trial in aimed("urgent"):
+        by_urgency = [
+            event
+            for event in run(trial).events
+            if isinstance(event, Preempted) and event.reason == "priority"
+        ]
+        num_copied += any(event.mode == "swap" for event in by_urgency)
+    assert num_copied > 10
+
+
+def test_sharers_stand_behind_one_with_several_outputs_that_lacks_blocks() -> None:
+    num_shared = num_short = 0
+    for trial in aimed("sharers"):
+        record = run(trial)
+        assert trial.workload.requests[1].sampling.n > 1
+        num_shared += any(
+            isinstance(event, BlocksAllocated) and event.num_cached for event in record.events
+        )
+        num_short += any(
+            isinstance(event, Preempted) and event.reason == "out_of_blocks"
+            for event in record.events
+        )
+    assert num_shared > 20
+    assert num_short > 10
+
+
 @pytest.mark.parametrize("name", AIMS)
 def test_an_aimed_trial_suits_the_engine(name: str) -> None:
     adapter = EmbeddedAdapter()
