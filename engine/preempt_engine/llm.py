@@ -169,9 +169,11 @@ class LLM:
             EngineError: from the iterator: the request's own error, after its last delta.
         """
         self._check_open()
-        return self._deltas(
+        deltas = self._deltas(
             self._submit(prompt, sampling_params or SamplingParams(), priority, request_id)
         )
+        next(deltas)  # what has not begun could be closed without an abort
+        return deltas
 
     def beam_search(
         self, prompts: Prompt | Seq[Prompt], params: BeamSearchParams, use_tqdm: bool = True
@@ -472,9 +474,11 @@ class LLM:
             self.abort_request(output.request_id)
 
     def _deltas(self, output: RequestOutput) -> Iterator[StreamDelta]:
+        """An empty delta at once, then those of the output."""
         reader = DeltaReader(output)
         try:
             with self._outbox.streaming(output):
+                yield StreamDelta(output.request_id, 0, "", [], None, None, None)
                 while True:
                     deltas = reader.read()
                     if deltas:  # and perhaps more when those have been taken

@@ -158,7 +158,11 @@ class EmbeddedAdapter:
         Raises:
             preempt_engine.errors.EngineError: the settings cannot be honoured.
         """
-        return EmbeddedSession(settings, self._pool)
+        if "call" not in settings.options:
+            return EmbeddedSession(settings, self._pool)
+        from preempt_harness.adapters.embedded_calls import CalledSession
+
+        return CalledSession(settings, self._pool)
 
 
 class EmbeddedSession:
@@ -174,6 +178,7 @@ class EmbeddedSession:
         from preempt_harness.adapters.embedded_observer import RecordingObserver
 
         options = dict(settings.options)
+        options.pop("call", None)
         pool_every = options.pop("record_pool_every", 16)
         config = llm_arguments(settings, options)
         self._pool = pool
@@ -218,7 +223,7 @@ class EmbeddedSession:
 
     def poll(self, timeout_s: float) -> Sequence[AnyEvent]:
         """Run one step; the time limit is the watchdog's business here."""
-        outputs = self.llm.step()
+        outputs = self._step()
         for output in outputs:
             self._take(output)
         self._streams.compare(self._observer.take_given(), outputs)
@@ -290,6 +295,9 @@ class EmbeddedSession:
         finally:
             self.llm.set_observer(self._observer)
         return [Score(**asdict(score)) for score in scores]
+
+    def _step(self) -> list[RequestOutput]:
+        return self.llm.step()
 
     def _take(self, output: RequestOutput) -> None:
         self._outputs[output.request_id] = output

@@ -35,10 +35,17 @@ class Streams:
             from preempt_engine.stream import DeltaReader
 
             reader = self._readers[output.request_id] = DeltaReader(output)
-            self._deltas[output.request_id] = {}
-        of_branches = self._deltas[output.request_id]
         for delta in reader.read():
-            of_branches.setdefault(delta.index, []).append(delta)
+            self.take(delta)
+
+    def take(self, delta: StreamDelta) -> None:
+        """One that somebody else has read."""
+        of_branches = self._deltas.setdefault(delta.request_id, {})
+        of_branches.setdefault(delta.index, []).append(delta)
+
+    def forget(self, request: str) -> None:
+        """Its stream was closed."""
+        self._deltas.pop(request, None)
 
     def compare(self, given: Mapping[SequenceKey, int], returned: Iterable[RequestOutput]) -> None:
         """Note who was given tokens in a step that did not return its output.

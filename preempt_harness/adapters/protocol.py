@@ -52,6 +52,7 @@ MAX_MODEL_LEN = "max_model_len"
 STATE_CHECK = "state_check"  # option debug_worker_state: workers compare with the scheduler
 POISON = "poison"
 TENSOR_PARALLEL = "tensor_parallel"
+OWN_LOOP = "own_loop"  # option call="generate" or "stream": calls of the engine run the steps
 INLINE_RANKS = "inline_ranks"  # option worker_processes=False: the exact model's start at once
 PRIORITY = "priority"  # `scheduling_policy`
 SET_PRIORITY = "set_priority"  # of an unfinished request
@@ -104,6 +105,7 @@ CAPABILITIES = frozenset(
         STATE_CHECK,
         TENSOR_PARALLEL,
         INLINE_RANKS,
+        OWN_LOOP,
         PRIORITY,
         SET_PRIORITY,
         PARALLEL_SAMPLING,

@@ -222,7 +222,7 @@ def check_vain(trace: Trace) -> CheckResult:
     Where blocks are swapped out, freed ones may be withheld until they are copied, so that they are
     had in the next step, unless whoever they are for is taken away before, by the plan, by the user
     or for others in turn, somebody more urgent than the victim comes in that step and waits for
-    more, or the others use up that step's token budget. What several
+    more, the harness withholds blocks in it, or the others use up its token budget. What several
     branches of one victim needed, copies of shared blocks included, the log does not tell; such a
     victim is taken to have needed a block. Nor is a scheduler judged that decides ahead: a victim's
     blocks come free when the steps under way are done, and by then whoever needed them may have
@@ -281,7 +281,7 @@ def check_vain(trace: Trace) -> CheckResult:
         nobody_comes = not taking.admitted - taking.victims.keys()
         for request, needed in taking.victims.items():
             if request in taking.displaced:
-                if nobody_comes and not (step in swapping and _is_full(trace, step + 1)):
+                if nobody_comes and not (step in swapping and _is_closed(trace, step + 1)):
                     what = "it is preempted for a more urgent request, and nobody is let in"
                     listing.report(Code.WORK_VAIN, step, what, request=request)
             elif nobody_gains and not needed:
@@ -290,8 +290,11 @@ def check_vain(trace: Trace) -> CheckResult:
     return listing.result("work", "victims")
 
 
-def _is_full(trace: Trace, step: int) -> bool:
-    """Whether the step computes as many tokens as it may, so that nobody could be let in."""
+def _is_closed(trace: Trace, step: int) -> bool:
+    """Whether nobody could be let in: the step computes as many tokens as it may, or the harness
+    withholds blocks."""
+    if step in trace.derive(steps_with_held_blocks):
+        return True
     budget = trace.header.config.get("max_num_batched_tokens")
     rows = (event for event in trace.record.events if event.step == step)
     num_tokens = sum(row.end - row.start for row in rows if isinstance(row, Scheduled))
@@ -361,7 +364,7 @@ class _Bytes:
         elif isinstance(event, Forked):
             self._known[event.child] = self._known[event.parent]
             self._untold.add(event.child)
-        elif isinstance(event, Preempted):
+        elif isinstance(event, Preempted | Aborted):
             # One that was swapped out may lose its host blocks, and no event says so.
             self._untold |= {seq for seq in self._known if request_of(seq) == event.request}
         elif isinstance(event, ScheduledRows):

@@ -17,6 +17,7 @@
                  the last that were let in: by priority that may be anybody
     same text    prompts of one text, cut into chunks, whose readers lose their blocks on the way
     begun alike  more and less urgent ones of one beginning, or decided ahead, in little room
+    calls        batches and streams whose requests lose their blocks, or are given up, on the way
     sharers      several outputs that begin a block at once, beside one that shares their prompt
 
 What an engine is not capable of is left out; an aim of which nothing would be left is not drawn.
@@ -32,6 +33,7 @@ import msgspec
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.protocol import EngineAdapter, KnowsOutputs
 from preempt_harness.explore._aimed import Aimed
+from preempt_harness.explore._aims_at_calls import calls
 from preempt_harness.explore._aims_at_moves import own_drafts, under_way
 from preempt_harness.explore._aims_at_outputs import followers, limits
 from preempt_harness.explore._aims_at_scarcity import all_out, both_ways, crowd, ends, urgent, want
@@ -158,6 +160,10 @@ AIMS = {
             }
         ),
         weight=6,
+    ),
+    "calls": Aim(
+        apply=calls,
+        needed=frozenset({protocol.STEPPED, protocol.PREEMPT, protocol.OWN_LOOP}),
     ),
 }
 """By name."""

@@ -18,6 +18,7 @@ _PARALLEL = 0.03  # share of trials on several ranks, whose processes are slow t
 _INLINE = 0.12  # share of those whose ranks are in the engine's own process
 _NUM_RANKS = (2, 2, 3)
 _SMALL_SWAP_SPACE = 6  # blocks
+_CALLED = 0.06  # share of trials in which a call of the engine runs the steps
 _SPECULATIVE = 0.25  # share of trials in which tokens are drafted
 _AHEAD = 0.25  # share of the others in which steps are decided ahead
 _WATERMARKS = (0.0, 0.0, 0.0, 0.05, 0.3)
@@ -152,3 +153,17 @@ def predictable(settings: EngineSettings) -> EngineSettings:
     return msgspec.structs.replace(
         settings, speculative_config=None, async_scheduling=0, options=options
     )
+
+
+def with_call(
+    source: random.Random, settings: EngineSettings, adapter: EngineAdapter
+) -> EngineSettings:
+    """In some trials a call of the engine runs the steps, if it can.
+
+    Not where few may wait: a batch then arrives one by one, in an order that hangs on the pool.
+    """
+    able = protocol.OWN_LOOP in adapter.capabilities and settings.max_waiting_requests is None
+    if not able or "call" in settings.options or source.random() >= _CALLED:
+        return settings
+    options = {**settings.options, "call": source.choice(("generate", "stream"))}
+    return msgspec.structs.replace(settings, options=options)

@@ -23,6 +23,7 @@ from preempt_harness.explore.random_settings import (
     predictable,
     random_settings,
     takes,
+    with_call,
     with_drafts,
     with_steps_ahead,
 )
@@ -118,6 +119,8 @@ def random_trial(
     if later and not given and not foreseen and aims.random() < _AIMED:
         drawn = aim(aims, drawn, adapter, planned=bool(action_kinds))
     settings, workload = _limited(source, drawn.settings, drawn.workload, adapter)
+    if later and not given:
+        settings = with_call(random.Random(f"{seed}/call"), settings, adapter)
     admission = adapter.admission_model(settings)
     num_blocks = _num_blocks(source, workload, admission, adapter) + drawn.num_spare_blocks
     budget = KVBudget.solve(workload, admission, num_blocks)

@@ -36,6 +36,7 @@ KINDS = (
     "coincidences",
     "worker_side",
     "way_back",
+    "calls",
 )
 
 

@@ -90,6 +90,14 @@ def test_a_stream_that_is_closed_aborts_its_request() -> None:
     assert llm.scheduler.pool_counts().used == 0
 
 
+def test_a_stream_of_which_nothing_was_read_can_be_closed_too() -> None:
+    llm = engine()
+    llm.stream(PROMPT, PARAMS).close()
+    assert not llm.has_unfinished_requests()
+    llm.stream(PROMPT, PARAMS)  # dropped
+    assert not llm.has_unfinished_requests()
+
+
 def test_a_stream_that_is_closed_while_its_request_waits_aborts_it_all_the_same() -> None:
     llm = engine()
     deltas = llm.stream(PROMPT, PARAMS, request_id="mine")

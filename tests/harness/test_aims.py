@@ -243,6 +243,21 @@ def test_sharers_stand_behind_one_with_several_outputs_that_lacks_blocks() -> No
     assert num_short > 10
 
 
+def test_calls_have_victims_some_of_whom_are_given_up() -> None:
+    num_given_up = num_in_short_queues = 0
+    calls = set()
+    for trial in aimed("calls"):
+        calls.add(trial.settings.options["call"])
+        record = run(trial)
+        victims = {event.request for event in record.events if isinstance(event, Preempted)}
+        given_up = {event.request for event in record.events if isinstance(event, Aborted)}
+        num_given_up += bool(victims & given_up)
+        num_in_short_queues += bool(victims and trial.settings.max_waiting_requests)
+    assert calls == {"generate", "stream"}
+    assert num_given_up > 5
+    assert num_in_short_queues > 5
+
+
 @pytest.mark.parametrize("name", AIMS)
 def test_an_aimed_trial_suits_the_engine(name: str) -> None:
     adapter = EmbeddedAdapter()

@@ -654,6 +654,9 @@ DISPLACED = [
         ([Scheduled(7, "r1.0", 1, 8)], True),
         ([Scheduled(7, "r1.0", 1, 9)], False),  # 8 tokens are all that a step may compute
         ([Scheduled(8, "r1.0", 1, 9)], True),
+        ([PoolCounts(7, 20, 10, 0, 10, held=0)], True),
+        ([PoolCounts(7, 20, 0, 0, 10, held=10)], False),
+        ([PoolCounts(8, 20, 0, 0, 10, held=10)], True),
     ],
 )
 def test_whom_a_more_urgent_one_displaced_is_told_why_nobody_came(
@@ -731,11 +734,11 @@ def test_a_message_after_a_rejected_draft_is_no_measure() -> None:
     assert too_long(events, drafted, after, later) == [4]
 
 
-def test_who_was_preempted_may_be_named_though_its_blocks_are_not_freed() -> None:
-    """One that is swapped out may lose its host blocks, and no event says so."""
+@pytest.mark.parametrize("how", ["preempted", "aborted"])
+def test_who_loses_host_blocks_may_be_named_though_no_event_says_so(how: str) -> None:
     before = sent(0, 100, *PREFILL)
     for request, names in (("r0", 2), ("r1", 1)):
-        event = lost(1, request, mode="swap")
+        event = lost(1, request, mode="swap") if how == "preempted" else Aborted(1, request)
         bound = 64 + names * (48 + 4) + 5
         assert too_long(before, sent(1, bound, event, *NEXT)) == []
         assert too_long(before, sent(1, bound + 1, event, *NEXT)) == [1]
