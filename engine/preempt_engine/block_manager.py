@@ -286,6 +286,10 @@ class BlockManager:
             if self.ref_counts[block_id] == 0 and self._digest_of[block_id] is None
         ]
 
+    def put_back_to_poison(self, block_ids: Iterable[int]) -> None:
+        """Blocks that were taken to be poisoned by a step which is not run."""
+        self._to_poison = [*block_ids, *self._to_poison]
+
     # Checking -----------------------------------------------------------------------------------
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:

@@ -140,6 +140,7 @@ class Flights:
         if not self.queued:
             self._residency.forks = step.forks + self._residency.forks
             self._residency.dropped = step.dropped + self._residency.dropped
+            self._residency.blocks.put_back_to_poison(step.poison_block_ids)
             return
         following = self.queued[0].step
         following.forks = step.forks + following.forks

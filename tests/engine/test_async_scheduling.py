@@ -130,6 +130,42 @@ def test_an_abort_gives_back_what_was_delivered(after: int, depth: int) -> None:
     assert other.outputs[0].token_ids == reference_generate(PROMPTS[1], 20, 64)
 
 
+class Poison(EngineObserver):
+    """Blocks that were poisoned, and that were handed out."""
+
+    def __init__(self) -> None:
+        self.poisoned: set[int] = set()
+        self.taken: set[int] = set()
+
+    def blocks_poisoned(self, step_id: int, rank: int, block_ids: Any) -> None:
+        self.poisoned.update(block_ids)
+
+    def blocks_allocated(self, step_id: int, key: Any, block_ids: Any, *_: Any) -> None:
+        self.taken.update(block_ids)
+
+
+@DEPTHS
+@pytest.mark.parametrize("end", range(1, 7))
+def test_what_a_step_that_is_not_run_was_to_poison_is_poisoned_by_the_next(
+    end: int, depth: int
+) -> None:
+    """One is aborted, and another ends by itself a little later, with steps decided ahead."""
+    last = reference_generate(PROMPTS[1], end, 64)[-1]
+    stopped = replace(GREEDY, stop_token_ids=[last])
+    with engine(depth, poison=True, enable_prefix_caching=False) as llm:
+        name = llm.add_request(PROMPTS[3], GREEDY)
+        llm.add_request(PROMPTS[1], stopped)
+        llm.step()
+        freed = set(llm.scheduler.requests[name].sequence.block_table)
+        poison = Poison()
+        llm.set_observer(poison)
+        llm.abort_request(name)
+        while llm.has_unfinished_requests():
+            llm.step()
+        run(llm, PROMPTS[:1], GREEDY)
+        assert freed <= poison.poisoned | poison.taken
+
+
 @DEPTHS
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_a_request_preempted_with_an_output_under_way_gets_every_token_once(
