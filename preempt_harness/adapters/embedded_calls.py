@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from types import GeneratorType
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
 from preempt_harness.adapters.embedded import EmbeddedSession
@@ -59,10 +60,11 @@ class CalledSession(EmbeddedSession):
         super().__init__(settings, pool)
         self._waiting: list[RequestSpec] = []  # for the call of `generate`
         self._submitted: dict[str, RequestOutput] = {}  # live
-        self._deltas: dict[str, Iterator[StreamDelta]] = {}
+        self._deltas: dict[str, GeneratorType[StreamDelta, None, None]] = {}
         self._pace = _Pace()
         self._errors: list[BaseException] = []
         self._expected: list[str] = []
+        self._named: Iterator[str] = iter(())  # of the expected, those who are yet to come
         self._returned: list[RequestOutput] = []
         self._step_outputs: list[RequestOutput] = []
         self._hooks = ExitStack()
@@ -78,23 +80,27 @@ class CalledSession(EmbeddedSession):
         if self._name == "generate" and not self._pace.is_under_way:
             self._waiting.append(request)
             return
-        add = self.llm.stream if self._name == "stream" else self.llm.add_request
-        added = add(
+        if self._name == "generate":
+            super().submit(request)
+            return
+        deltas = self.llm.stream(
             request.prompt_token_ids,
             engine_params(request.sampling),
             request_id=request.id,
             priority=request.priority,
         )
-        if not isinstance(added, str):
-            self._deltas[request.id] = added
+        self._deltas[request.id] = cast("GeneratorType[StreamDelta, None, None]", deltas)
 
     def abort(self, request: str) -> None:
         """Close its stream, if that is what it has and nobody is reading it right now."""
+        for waiting in [item for item in self._waiting if item.id == request]:
+            self._waiting.remove(waiting)  # of a batch it could not be aborted yet
+            super().submit(waiting)
         deltas = self._deltas.get(request)
-        if deltas is None or deltas.gi_running:  # type: ignore[attr-defined]
+        if deltas is None or deltas.gi_running:
             super().abort(request)
             return
-        deltas.close()  # type: ignore[attr-defined]
+        deltas.close()
         del self._deltas[request]
         self._streams.forget(request)  # nobody reads what it had yet to tell
         output = self._submitted[request]
@@ -163,8 +169,6 @@ class CalledSession(EmbeddedSession):
             for request, deltas in list(self._deltas.items()):
                 try:
                     delta = next(deltas, None)
-                except HarnessError:
-                    raise
                 except Exception as error:
                     if error is not self._submitted[request].error:
                         raise

@@ -76,6 +76,19 @@ def test_to_abort_a_request_is_to_close_its_stream() -> None:
     assert not [event for event in opened.close() if isinstance(event, EngineError)]
 
 
+def test_who_is_aborted_before_its_batch_begins_is_no_part_of_it() -> None:
+    opened = session("generate")
+    opened.submit(spec("a"))
+    opened.submit(spec("bb"))
+    opened.abort("a")
+    assert steps(opened) == [1, 1, 1, 1]
+    assert {name: len(item.outputs[0].token_ids) for name, item in opened.results().items()} == {
+        "a": 0,
+        "bb": 4,
+    }
+    assert not [event for event in opened.close() if isinstance(event, EngineError)]
+
+
 @pytest.mark.parametrize("call", ["generate", "stream"])
 def test_a_session_can_be_closed_in_the_middle_of_a_call(call: str) -> None:
     adapter = EmbeddedAdapter()
