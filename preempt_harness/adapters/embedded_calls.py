@@ -175,6 +175,7 @@ class CalledSession(EmbeddedSession):
                     delta = None  # its own error, which its output tells, too
                 if delta is None:
                     self._deltas.pop(request, None)
+                    self._take(self._submitted[request])  # no step may have returned it
                 else:
                     self._streams.take(delta)
 

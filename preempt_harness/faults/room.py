@@ -86,7 +86,7 @@ FAULTS = (
         patches=(
             after(
                 "preempt_engine.victims:victims_for",
-                "fits = num_wanted + sum(now[:survivors]) <= blocks.num_available_blocks",
+                "fits = num_wanted + sum(now[:survivors]) <= num_free",
                 "if fits and not victims and running[-1].priority > newcomer.priority:\n"
                 "    short = num_wanted + sum(now[:survivors]) > len(blocks.free_blocks)\n"
                 "    fits = not (short and reached())",

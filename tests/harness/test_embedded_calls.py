@@ -89,6 +89,25 @@ def test_who_is_aborted_before_its_batch_begins_is_no_part_of_it() -> None:
     assert not [event for event in opened.close() if isinstance(event, EngineError)]
 
 
+def test_who_is_turned_away_when_nobody_else_is_left_has_ended() -> None:
+    settings = EngineSettings(
+        num_blocks=40, block_size=4, max_waiting_requests=1, options={"call": "stream"}
+    )
+    opened = EmbeddedAdapter().open(settings)
+    opened.submit(spec("a", 8))
+    opened.poll(1.0)
+    opened.preempt("a", "recompute")
+    opened.hold_blocks(40)
+    opened.poll(1.0)
+    opened.submit(spec("bb"))  # finds a in the queue
+    opened.abort("a")
+    opened.poll(1.0)
+    assert not opened.unfinished()
+    assert "max_waiting_requests" in opened.results()["bb"].error
+    opened.hold_blocks(0)
+    assert not [event for event in opened.close() if isinstance(event, EngineError)]
+
+
 @pytest.mark.parametrize("call", ["generate", "stream"])
 def test_a_session_can_be_closed_in_the_middle_of_a_call(call: str) -> None:
     adapter = EmbeddedAdapter()
