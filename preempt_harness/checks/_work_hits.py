@@ -36,6 +36,7 @@ KEEPS_FREED_BLOCKS = "keeps_freed_blocks"
 """The capability, as a record's header lists it."""
 
 _NOT_OFFERED = -1  # in place of a number of resets
+_MAYBE = 1 << 60  # in place of a step: nobody knows whether it can be found
 
 _KINDS = (
     SteadySteps,
@@ -175,7 +176,15 @@ class _Hits:
             if block in self._kept:
                 self._judge_eviction(event, block)
             self._forget(block)
+        if begins and comes_back:
+            self._bring_back(event)
         self._kept.difference_update(event.blocks)
+
+    def _bring_back(self, event: BlocksAllocated) -> None:
+        """What comes from the host may be offered before anything is computed."""
+        for block, value in zip(event.blocks, self._chain(event.seq), strict=False):
+            self._content.setdefault(block, (value, _MAYBE))
+            self._places[value].add(block)
 
     def _free(self, event: BlocksFreed) -> None:
         self._tables.free(event)

@@ -283,3 +283,20 @@ def test_branches_of_what_goes_on_after_a_reset_are_not_offered() -> None:
     assert not judge([*reset, *again], keeps=True, n=2)
     before = [BRANCHES[0], CacheReset(0), *BRANCHES[1:]]
     assert judge([*before, *again], keeps=True, n=2)
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_what_came_back_and_computed_nothing_may_be_found_in_either_place(returns: bool) -> None:
+    """The first of two cached blocks is handed out; the second is found through it, unless the same
+    content, brought back from the host, stands elsewhere too."""
+    out = Preempted(4, "r0", "swap", "decode", "forced", 12, 13)
+    log = [*OLD, out, BlocksFreed(4, "r0.0", [2, 1, 0])]
+    if returns:
+        lost = Preempted(6, "r0", "recompute", "just_resumed", "forced", 12, 13)
+        log += [
+            BlocksAllocated(5, "r0.0", [5, 6, 7], 0),
+            lost,
+            BlocksFreed(6, "r0.0", [7, 6, 5]),
+        ]
+    found = judge([*log, *new([90, 91, 92], [0], 0, step=9)], keeps=True)
+    assert [finding.block for finding in found] == ([] if returns else [0])
