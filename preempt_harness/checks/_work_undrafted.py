@@ -6,11 +6,13 @@ alone is wrong where drafts were to be had and there was room for one:
 - the step before gave the sequence that token, and it kept its blocks since;
 - its method has a guess: a draft model and a script always, n-grams where the shortest end of the
   text that is looked for stands earlier in it;
-- another token may come behind the draft, whose position lies in a block that it has already;
+- another token may come behind the draft, and so may those that are decided ahead, whose positions
+  lie in a block that it has already;
 - the step leaves tokens of the budget unused, nobody waits, and nobody goes without.
 
-For engines of which `admits_when_it_can`. Branches may need copies first, so requests of several
-are not judged; nor is a step with a preemption, an action of the plan, an error or withheld blocks.
+For engines that promise an order, as others have reasons of their own. Branches may need copies
+first, so requests of several are not judged; nor is a step with a preemption, an action of the
+plan, an error or withheld blocks.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from preempt_harness.checks._work_idle import admits_when_it_can
+from preempt_harness.checks._service_order import promises_order
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
+from preempt_harness.checks.progress import steps_ahead
 from preempt_harness.checks.tables import TABLE_EVENTS, SchedulerTables, TableEvent
 from preempt_harness.checks.trace import DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (
@@ -40,7 +43,7 @@ _ALWAYS = ("draft_model", "scripted")
 def drafts_when_it_can(header: Header) -> bool:
     """Whether an engine of this configuration is held to it."""
     method = _speculative(header).get("method")
-    return admits_when_it_can(header) and (method == "ngram" or method in _ALWAYS)
+    return promises_order(header) and (method == "ngram" or method in _ALWAYS)
 
 
 def check_undrafted(trace: Trace) -> CheckResult:
@@ -73,6 +76,7 @@ class _Undrafted:
     def __init__(self, trace: Trace) -> None:
         self.listing = Listing()
         self._header = trace.header
+        self._depth = steps_ahead(trace.header)
         self._specs = trace.specs
         self._guesses = _Guesses(_speculative(trace.header))
         self._tables = SchedulerTables()
@@ -135,8 +139,9 @@ class _Undrafted:
         self.listing.count("rows judged")
         if not start + 1 == end == len(known):
             return
-        has_room = end < self._num_held.get(seq, 0) * self._header.block_size
-        has_more = end + 1 < self._last_position(seq)
+        end_decided = end + self._depth
+        has_room = end_decided < self._num_held.get(seq, 0) * self._header.block_size
+        has_more = end_decided + 1 < self._last_position(seq)
         if not has_room or not has_more or not self._guesses.has_one(seq, known):
             return
         self.listing.report(

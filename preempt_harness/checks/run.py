@@ -20,6 +20,7 @@ from preempt_harness.checks import (
     _delivery_texts,
     _progress_precedence,
     _service_order,
+    _work_ahead,
     _work_drafts,
     _work_hits,
     _work_idle,
@@ -308,6 +309,18 @@ PARTS = (
         ),
         applies=_work_idle.admits_when_it_can,
         judge=_plain(_work_standstill.check_standstill),
+    ),
+    Part(
+        check="work",
+        part="ahead",
+        needs=frozenset(
+            {
+                *("Arrived", "BlocksAllocated", "BlocksFreed", "PoolCounts", "Preempted"),
+                *("Scheduled", "TokensDelivered"),
+            }
+        ),
+        applies=_work_ahead.decides_ahead_in_order,
+        judge=_plain(_work_ahead.check_ahead),
     ),
     Part(
         check="work",

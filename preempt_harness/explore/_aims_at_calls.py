@@ -39,15 +39,15 @@ def calls(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
         workload = Workload(requests=requests)
     modes: list[Mode] = [mode for mode in ("recompute", "swap") if mode in adapter.capabilities]
     actions: list[Action] = []
-    for _ in range(source.randint(1, 2)) if modes else ():
+    for _ in range(source.randint(1, 3)) if modes else ():
         victim, step = source.choice(workload.requests), source.randint(1, horizon(workload))
         mode = source.choice(modes)
         if source.random() < 0.4:
             actions.append(PreemptAll(Step(step), mode))
         else:
             actions.append(Preempt(victim.id, Step(step), mode))
-        if source.random() < 0.4:
-            actions.append(Squeeze("all", step, step + source.randint(1, 4)))
+        if source.random() < 0.6:
+            actions.append(Squeeze("all", step, step + source.randint(1, 6)))
         if source.random() < 0.7:
             actions.append(Abort(victim.id, Step(step + source.randint(0, 3))))
     return Aimed(settings=settings, workload=workload, actions=tuple(actions))

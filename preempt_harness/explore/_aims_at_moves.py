@@ -58,6 +58,9 @@ def under_way(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Ai
         )
         if ends_apart:
             sampling = _ending_apart(source, sampling.max_tokens, adapter.vocab_size(settings))
+            if protocol.MIN_TOKENS in adapter.capabilities and source.random() < 0.5:
+                least = source.randint(1, sampling.max_tokens)
+                sampling = msgspec.structs.replace(sampling, min_tokens=least)
         requests.append(msgspec.structs.replace(request, sampling=sampling))
     workload = equals(Workload(requests=requests))
     if not ends_apart:

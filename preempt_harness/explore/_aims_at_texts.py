@@ -10,7 +10,7 @@ import msgspec
 
 from preempt_harness.adapters import protocol
 from preempt_harness.adapters.protocol import EngineAdapter
-from preempt_harness.explore._aimed import Aimed, equals, horizon, with_company
+from preempt_harness.explore._aimed import Aimed, equals, horizon, small_blocks, with_company
 from preempt_harness.explore.random_settings import takes
 from preempt_harness.generators import in_order_of_arrival
 from preempt_harness.plan import OutputTokens, Preempt, Step
@@ -153,6 +153,55 @@ def begun_alike(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> 
         settings=settings,
         workload=msgspec.structs.replace(workload, requests=in_order_of_arrival(requests)),
         num_spare_blocks=source.choice((0, 1, 2, 4, 8)),
+    )
+
+
+def alike_below(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
+    """Urgent ones come with the text of less urgent ones, which have little else to give up, while
+    others that are as urgent keep what they have, in about as much room as there was before."""
+    settings = small_blocks(source, trial.settings, adapter)
+    settings = msgspec.structs.replace(
+        settings,
+        enable_prefix_caching=True,
+        speculative_config=None,
+        async_scheduling=0,
+        max_num_seqs=max(8, settings.max_num_seqs),
+        max_num_batched_tokens=max(64, settings.max_num_batched_tokens),
+    )
+    size = settings.block_size
+    requests = with_company(trial.workload, source.randint(4, 6)).requests
+    num_keepers = source.randint(1, 2)
+    num_calm = source.randint(1, len(requests) - num_keepers - 1)
+    step = source.randint(2, 4 * size)
+    text = _long_text(source, requests, source.randint(2, 5) * size)
+    changed, in_use = [], len(text) // size
+    for index, request in enumerate(requests):
+        keeps, is_calm = index < num_keepers, index < num_keepers + num_calm
+        prompt = request.prompt_token_ids
+        if not keeps:
+            own = source.randint(0, 1) if is_calm else source.randint(1, 3 * size)
+            prompt = [*text, *prompt[:own]]
+        arrival = source.randint(0, step - 1) if is_calm else step + source.randint(0, size)
+        if keeps:
+            arrival = 0
+        if is_calm:
+            in_use += (step - arrival) // size + 1 + (len(prompt) // size if keeps else 0)
+        length = (step if is_calm else 0) + source.randint(1, 3 * size)
+        changed.append(
+            msgspec.structs.replace(
+                request,
+                prompt_token_ids=prompt,
+                arrival_step=arrival,
+                priority=source.randint(1, 2) if is_calm and not keeps else 0,
+                sampling=SamplingSpec(max_tokens=length),
+            )
+        )
+    longest = max((item.num_prompt_tokens + item.sampling.max_tokens) // size for item in changed)
+    return Aimed(
+        settings=settings,
+        workload=Workload(requests=in_order_of_arrival(changed)),
+        num_spare_blocks=max(0, in_use - longest - source.randint(1, 5)),
+        is_quiet=source.random() < 0.7,
     )
 
 

@@ -9,6 +9,7 @@
     want         one request or two, decided ahead, that get no block for long
     both ways    more and less urgent requests swapped out and in, with swap space for few blocks
     all out      everybody swapped out at once, for which there is swap space or not, and newcomers
+    at once      some lose their blocks in one step, in different modes, when others need blocks
     urgent       urgent ones that come one by one while others grow, whose victims are swapped
     own drafts   the target drafts for itself, while blocks are copied, swapped and computed anew
     under way    requests swapped out while drafts of theirs, or ends of outputs, are under way
@@ -17,6 +18,7 @@
                  the last that were let in: by priority that may be anybody
     same text    prompts of one text, cut into chunks, whose readers lose their blocks on the way
     begun alike  more and less urgent ones of one beginning, or decided ahead, in little room
+    alike below  urgent ones that come with the text of less urgent ones, beside equals
     calls        batches and streams whose requests lose their blocks, or are given up, on the way
     sharers      several outputs that begin a block at once, beside one that shares their prompt
 
@@ -36,8 +38,22 @@ from preempt_harness.explore._aimed import Aimed
 from preempt_harness.explore._aims_at_calls import calls
 from preempt_harness.explore._aims_at_moves import own_drafts, under_way
 from preempt_harness.explore._aims_at_outputs import followers, limits
-from preempt_harness.explore._aims_at_scarcity import all_out, both_ways, crowd, ends, urgent, want
-from preempt_harness.explore._aims_at_texts import begun_alike, old_content, same_text, sharers
+from preempt_harness.explore._aims_at_scarcity import (
+    all_out,
+    at_once,
+    both_ways,
+    crowd,
+    ends,
+    urgent,
+    want,
+)
+from preempt_harness.explore._aims_at_texts import (
+    alike_below,
+    begun_alike,
+    old_content,
+    same_text,
+    sharers,
+)
 from preempt_harness.plan import PreemptionPlan
 
 
@@ -109,6 +125,7 @@ AIMS = {
     "all out": Aim(
         apply=all_out, needed=frozenset({protocol.STEPPED, protocol.SWAP, protocol.PREEMPT})
     ),
+    "at once": Aim(apply=at_once, needed=frozenset({protocol.STEPPED, protocol.PREEMPT}), weight=6),
     "crowd": Aim(apply=crowd, needed=frozenset({protocol.STEPPED, protocol.QUEUE_ORDER}), weight=8),
     "urgent": Aim(apply=urgent, needed=frozenset({protocol.STEPPED, protocol.PRIORITY}), weight=4),
     "own drafts": Aim(
@@ -149,6 +166,11 @@ AIMS = {
         needed=frozenset({protocol.STEPPED, protocol.PREFIX_CACHING}),
         weight=4,
     ),
+    "alike below": Aim(
+        apply=alike_below,
+        needed=frozenset({protocol.STEPPED, protocol.PREFIX_CACHING, protocol.PRIORITY}),
+        weight=8,
+    ),
     "sharers": Aim(
         apply=sharers,
         needed=frozenset(
@@ -164,6 +186,7 @@ AIMS = {
     "calls": Aim(
         apply=calls,
         needed=frozenset({protocol.STEPPED, protocol.PREEMPT, protocol.OWN_LOOP}),
+        weight=5,
     ),
 }
 """By name."""

@@ -161,4 +161,37 @@ FAULTS = (
         ),
         needs=_NEEDS,
     ),
+    Fault(
+        name="goes-on-by-the-length-of-the-whole-text",
+        mechanism="whether a sequence goes on before its token has come is told by all its tokens "
+        "instead of its outputs: one with a long prompt stands still in every second step",
+        source="mechanism",
+        expected=("WORK",),
+        patches=(
+            Patch(
+                f"{_ASYNC}._goes_on",
+                "num_outputs = num_known + 1 - sequence.num_prompt_tokens",
+                "num_outputs = num_known + 1\nreached()",
+            ),
+        ),
+        needs=_NEEDS,
+    ),
+    Fault(
+        name="drafts-ahead-pay-for-what-is-computed",
+        mechanism="what is left of the token budget for drafts is counted without the tokens that "
+        "came before those of the step: long texts get none",
+        source="mechanism",
+        expected=("WORK",),
+        patches=(
+            Patch(
+                f"{_ASYNC}._add_drafts",
+                "budget = self.config.max_num_batched_tokens - flight.step.num_scheduled_tokens",
+                "reached()\n"
+                "budget = self.config.max_num_batched_tokens - sum(\n"
+                "    item.end for item in flight.step.scheduled\n"
+                ")",
+            ),
+        ),
+        needs=_DRAFTS,
+    ),
 )

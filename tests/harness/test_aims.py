@@ -258,6 +258,45 @@ def test_calls_have_victims_some_of_whom_are_given_up() -> None:
     assert num_in_short_queues > 5
 
 
+def test_some_lose_their_blocks_at_once_in_both_modes_while_others_take_some() -> None:
+    num_both = num_takers = 0
+    for trial in aimed("at once"):
+        record = run(trial)
+        modes: dict[int, set[str]] = {}
+        for event in record.events:
+            if isinstance(event, Preempted) and event.reason == "forced":
+                modes.setdefault(event.step, set()).add(event.mode)
+        both = {step for step, used in modes.items() if len(used) == 2}
+        num_both += bool(both)
+        num_takers += bool(both & steps_of(record, BlocksAllocated))
+    assert num_both > 5
+    assert num_takers > 3
+
+
+def test_urgent_ones_come_with_the_text_of_those_below_who_have_little_else() -> None:
+    num_evicted = num_waiting = num_shared = 0
+    for trial in aimed("alike below"):
+        record = run(trial)
+        num_evicted += any(
+            isinstance(event, Preempted) and event.reason == "priority" for event in record.events
+        )
+        first = {
+            request.id: next(
+                event
+                for event in record.events
+                if isinstance(event, BlocksAllocated) and event.seq == f"{request.id}.0"
+            )
+            for request in trial.workload.requests
+        }
+        arrivals = {request.id: request.arrival_step for request in trial.workload.requests}
+        urgent = [item.id for item in trial.workload.requests if not item.priority][1:]
+        num_waiting += any(first[name].step > arrivals[name] for name in urgent)
+        num_shared += any(first[name].num_cached for name in urgent)
+    assert num_evicted > 5
+    assert num_waiting > 5
+    assert num_shared > 20
+
+
 @pytest.mark.parametrize("name", AIMS)
 def test_an_aimed_trial_suits_the_engine(name: str) -> None:
     adapter = EmbeddedAdapter()

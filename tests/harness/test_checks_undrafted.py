@@ -139,5 +139,9 @@ def test_held_blocks_those_who_wait_and_those_who_go_without_excuse() -> None:
 
 def test_engines_that_promise_less_are_not_judged() -> None:
     assert not judged(*begun(), *then(6), capabilities=("recompute",))
-    assert not judged(*begun(), *then(6), async_scheduling=1)
     assert not judged(*begun(), *then(6), n=2)
+
+
+def test_what_is_decided_ahead_must_find_room_behind_the_draft() -> None:
+    assert judged(*begun(), *then(6), async_scheduling=1)
+    assert not judged(*begun(), *then(6), async_scheduling=2)
