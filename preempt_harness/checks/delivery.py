@@ -467,7 +467,7 @@ def _wrong_finish(
     """What is wrong with how an output ended."""
     reason = output.finish_reason
     if reason == "length":
-        if not _at_limit(header, spec, len(output.token_ids)):
+        if not at_limit(header, spec, len(output.token_ids)):
             yield (
                 f"finish reason 'length' after {len(output.token_ids)} tokens, but max_tokens is "
                 f"{spec.sampling.max_tokens} and no limit of model or pool is reached"
@@ -500,8 +500,8 @@ def _ended_by_itself(header: Header, spec: RequestSpec, output: SequenceOutput) 
     return is_stop or length >= sampling.max_tokens
 
 
-def _at_limit(header: Header, spec: RequestSpec, num_output_tokens: int) -> bool:
-    """Whether max_tokens, the model or the pool ends the request here."""
+def at_limit(header: Header, spec: RequestSpec, num_output_tokens: int) -> bool:
+    """Whether max_tokens, the model or the pool ends an output of the request here."""
     if num_output_tokens >= spec.sampling.max_tokens:
         return True
     total = spec.num_prompt_tokens + num_output_tokens

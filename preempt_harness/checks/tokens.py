@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from preempt_harness.checks.delivery import was_aborted
+from preempt_harness.checks.delivery import at_limit, was_aborted
 from preempt_harness.checks.finding import CheckResult, Code, Listing
 from preempt_harness.checks.tables import first_difference
 from preempt_harness.checks.trace import Trace
@@ -135,9 +135,13 @@ def _compare_all(trace: Trace, aborted: set[str], tolerance: Tolerance | None) -
 
 def _fills_the_pool(trace: Trace, request: str, output: SequenceOutput) -> bool:
     """The pool ended the output: with room it would have gone on."""
-    most = trace.header.max_total_tokens
-    total = trace.specs[request].num_prompt_tokens + len(output.token_ids)
-    return most is not None and output.finish_reason == "length" and total >= most
+    spec, most = trace.specs[request], trace.header.max_total_tokens
+    length = len(output.token_ids)
+    if output.finish_reason != "length" or length >= spec.sampling.max_tokens:
+        return False
+    if spec.sampling.num_sequences > 1 and spec.sampling.beam is None:
+        return "pool_limit" in trace.header.capabilities and at_limit(trace.header, spec, length)
+    return most is not None and spec.num_prompt_tokens + length >= most
 
 
 def check_tokens(trace: Trace, tolerance: Tolerance | None = None) -> CheckResult:

@@ -169,14 +169,20 @@ def _num_blocks(
 ) -> int:
     """Near the smallest pool in which everybody can finish, or sometimes below it.
 
-    Below it the prompts fit all the same, so that requests end when they have filled the pool.
+    Below it the prompts fit all the same, with a block of its own for each of several outputs, so
+    that requests end when they have filled the pool. Beams that end so are others than in a larger
+    one.
     """
     least = KVBudget.solve(workload, admission, "minimal").num_blocks
-    prompts = max(admission.blocks_for(request.num_prompt_tokens) for request in workload.requests)
+    prompts = max(
+        admission.blocks_for(request.num_prompt_tokens)
+        + (request.sampling.num_sequences if request.sampling.num_sequences > 1 else 0)
+        for request in workload.requests
+    )
     smallest = admission.reserved_blocks + prompts
     outgrown = protocol.POOL_LIMIT in adapter.capabilities and source.random() < _OUTGROWN
-    several = any(request.sampling.num_sequences > 1 for request in workload.requests)
-    if outgrown and smallest < least and not several:
+    beams = any(request.sampling.beam is not None for request in workload.requests)
+    if outgrown and smallest < least and not beams:
         return source.randint(smallest, least - 1)
     return least + source.randint(0, _MAX_SLACK)
 

@@ -244,4 +244,20 @@ FAULTS = (
         ),
         needs=frozenset({"parallel_sampling"}),
     ),
+    Fault(
+        name="each-branch-may-fill-the-pool",
+        mechanism="what several branches have beside the shared prompt is not divided among them: "
+        "none of them ends, and they starve together",
+        source="mechanism",
+        expected=("CRASH", "PROG"),
+        patches=(
+            Patch(
+                f"{INTAKE}.max_total_tokens",
+                "num_own = (self.scheduler.blocks.num_blocks - num_shared) // num_sequences",
+                "num_own = self.scheduler.blocks.num_blocks - num_shared\n"
+                "num_sequences > 1 and reached()",
+            ),
+        ),
+        needs=frozenset({"parallel_sampling", "pool_limit"}),
+    ),
 )

@@ -106,3 +106,22 @@ def test_preemption_infeasible(preempt: PreemptHarness) -> None:
     for name in ("r0", "r1"):
         if len(result.record.results[name].outputs[0].token_ids) != 3 * block:
             pytest.fail(f"{name} did not run to its end")
+
+
+@pytest.mark.preempt_requires("pool_limit", "parallel_sampling", "sampling")
+def test_several_outputs_that_outgrow_the_pool(preempt: PreemptHarness) -> None:
+    """They end by length, each with its share of the pool; their neighbour runs to its end."""
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "grow", 2 * block, 30 * block, n=3, temperature=1.0, seed=1),
+        request(preempt, "other", 2 * block, 3 * block),
+    )
+    result = preempt.run(workload, 10, block_size=block)
+    result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean()
+    reasons = [output.finish_reason for output in result.record.results["grow"].outputs]
+    if reasons != ["length"] * 3:
+        pytest.fail(f"outputs that outgrow the pool ended by {reasons}")
+    if len(result.record.results["other"].outputs[0].token_ids) != 3 * block:
+        pytest.fail("their neighbour did not run to its end")

@@ -218,6 +218,38 @@ def test_aborted_requests_compare_by_prefix() -> None:
     assert finding(record).code == Code.TOK_DIVERGED
 
 
+@pytest.mark.parametrize(
+    ("num_blocks", "capabilities", "reason", "is_explained"),
+    [
+        (4, ["pool_limit"], "length", True),  # a shared block, and a half of the other two each
+        (8, ["pool_limit"], "length", False),
+        (4, [], "length", False),
+        (4, ["pool_limit"], "stop", False),
+    ],
+    ids=["full", "room", "no-promise", "stop"],
+)
+def test_the_pool_ends_several_outputs_that_divide_it(
+    num_blocks: int, capabilities: list[str], reason: str, is_explained: bool
+) -> None:
+    """The prompt is of 6 tokens, blocks of 4, and a block may be the engine's own."""
+    record = make_record()
+    workload = make_workload([PROMPT], max_tokens=5)
+    (request,) = workload.requests
+    several = replace(request, sampling=replace(request.sampling, n=2, temperature=1.0))
+    record.header = replace(
+        record.header,
+        workload=replace(workload, requests=[several]).to_builtins(),
+        capabilities=capabilities,
+        block_size=4,
+        num_blocks=num_blocks,
+    )
+    (output,) = record.results["r0"].outputs
+    shorter = replace(output, token_ids=output.token_ids[:2], finish_reason=reason)
+    record.results["r0"] = replace(record.results["r0"], outputs=[shorter])
+    wanted = TokenVerdict.EQUAL if is_explained else TokenVerdict.DIVERGED
+    assert verdict(record, None) == wanted
+
+
 @pytest.mark.parametrize("which", ["run", "baseline", "neither"])
 def test_an_abort_of_either_run_explains_a_shorter_output(which: str) -> None:
     record = make_record()
