@@ -6,10 +6,10 @@ step goes by without it.
 
 Judged is who was given a token in the step before, and goes without in a step that leaves tokens of
 the budget unused, though its blocks had room for the next position when the step was decided, and
-its output goes on for longer than is decided ahead. Requests of one sequence, since branches and
-beams wait for each other; not for as many steps as are decided ahead after a preemption, an action
-of the plan, an error or withheld blocks. For engines that promise an order, as others have reasons
-of their own to wait.
+its output goes on for longer than is decided ahead. Of several outputs, when all of them have
+begun, if each has room and no block to copy; not beams, which wait for each other. Not for as many
+steps as are decided ahead after a preemption, an action of the plan, an error or withheld blocks.
+For engines that promise an order, as others have reasons of their own to wait.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from preempt_harness.record import (
     Arrived,
     CacheReset,
     EngineError,
+    Forked,
     Header,
     PlanApplied,
     PoolCounts,
@@ -68,10 +69,15 @@ class _Ahead:
         self._depth = steps_ahead(trace.header)
         self._tables = SchedulerTables()
         most = trace.header.max_total_tokens
-        self._last = {  # where the longest output of a request of one sequence ends
-            f"{name}.0": min(spec.num_prompt_tokens + spec.sampling.max_tokens, most or 1 << 62)
+        self._last = {  # request -> where its longest output ends
+            name: min(spec.num_prompt_tokens + spec.sampling.max_tokens, most or 1 << 62)
             for name, spec in trace.specs.items()
-            if spec.sampling.num_sequences == 1 and spec.sampling.beam is None
+            if spec.sampling.beam is None
+        }
+        self._to_begin = {  # request -> outputs that have no token yet
+            name: {f"{name}.{branch}" for branch in range(trace.specs[name].sampling.n)}
+            for name in self._last
+            if trace.specs[name].sampling.n > 1
         }
         self._known: dict[str, int] = {}
         self._got: set[str] = set()  # who was given tokens in the step before
@@ -100,6 +106,8 @@ class _Ahead:
             self._known[f"{event.request}.0"] = len(event.prompt_token_ids)
         elif isinstance(event, TableEvent):
             self._tables.follow(event)
+            if isinstance(event, Forked):
+                self._known[event.child] = self._known.get(event.parent, 0)
         else:
             self._is_disturbed = True
 
@@ -111,20 +119,27 @@ class _Ahead:
         if has_tokens and self._num_calm_steps > self._depth:
             for seq in sorted(self._got - self._computing):
                 self._judge(pool.step, seq, f"{self._num_tokens} of {budget}")
+        given = [seq for seq, num_tokens in self._delivered if num_tokens]
         for seq, num_tokens in self._delivered:
             self._known[seq] = self._known.get(seq, 0) + num_tokens
-        self._got = {seq for seq, number in self._delivered if number and seq in self._last}
+        # Several are split off when the first token has come: the step decided before has none.
+        self._got = {seq for seq in given if self._has_begun(request_of(seq))}
+        for seq in given:
+            self._to_begin.get(request_of(seq), set()).discard(seq)
         self._begin_step()
+
+    def _has_begun(self, request: str) -> bool:
+        """With all its outputs."""
+        return request in self._last and not self._to_begin.get(request)
 
     def _judge(self, step: int, seq: str, computed: str) -> None:
         self.listing.count("left out judged")
-        known = self._known[seq]
-        room = self._header.block_size * min(held.get(seq, 0) for held in self._held)
-        if seq not in self._tables.leases or known > room:
+        request, known = request_of(seq), self._known[seq]
+        if seq not in self._tables.leases or known + self._depth >= self._last[request]:
             return
-        if known + self._depth >= self._last[seq]:
+        together = [other for other in self._tables.leases if request_of(other) == request]
+        if not all(map(self._has_room, together)):
             return
-        request = request_of(seq)
         self.listing.report(
             Code.WORK_IDLE,
             step,
@@ -133,3 +148,12 @@ class _Ahead:
             once=request,
             request=request,
         )
+
+    def _has_room(self, seq: str) -> bool:
+        """Whether it had blocks for all that it knows, and has to copy none."""
+        known, size = self._known.get(seq, 0), self._header.block_size
+        index = (known - 1) // size
+        if known > size * min(held.get(seq, 0) for held in self._held):
+            return False
+        blocks = self._tables.leases[seq].blocks
+        return index < len(blocks) and self._tables.refs[blocks[index]] == 1

@@ -12,7 +12,9 @@ from preempt_harness.record import (
     Arrived,
     BlocksAllocated,
     BlocksFreed,
+    BlocksReplaced,
     Event,
+    Forked,
     PlanApplied,
     PoolCounts,
     Preempted,
@@ -146,8 +148,28 @@ def test_the_end_of_an_output_is_not_judged(max_tokens: int) -> None:
     assert len(judged(*begun(), *left_out(), max_tokens=max_tokens)) == max_tokens - 3
 
 
-def test_branches_are_not_judged() -> None:
-    assert not judged(*begun(), *left_out(), n=2)
+def branches() -> list[Event]:
+    """A request of two outputs, the second of which begins with the first one's last block."""
+    return [
+        Arrived(0, "r0", [1, 1], 8, 0),
+        BlocksAllocated(0, "r0.0", [1, 2], 0),
+        Scheduled(0, "r0.0", 0, 2),
+        Forked(0, "r0.0", "r0.1"),
+        TokensDelivered(0, "r0.0", [1], None, ""),
+        TokensDelivered(0, "r0.1", [1], None, ""),
+        pool(0),
+    ]
+
+
+def test_branches_are_judged_when_all_have_begun_and_have_a_block_of_their_own() -> None:
+    goes_on = [*row(1, "r0.0", 3), *row(1, "r0.1", 3), pool(1)]
+    private = [BlocksReplaced(1, "r0.1", [0], [3])]
+    left_behind = [*row(2, "r0.0", 4), pool(2)]
+    (finding,) = judged(*branches(), *private, *goes_on, *left_behind, n=2)
+    assert finding.request == "r0"
+    assert not judged(*branches(), *goes_on, *left_behind, n=2)  # it is to copy a block first
+    assert not judged(*branches(), *private, *row(1, "r0.0", 3), pool(1), n=2)
+    assert not judged(*branches(), *private, *goes_on, *left_behind, n=3)
 
 
 def test_only_engines_that_decide_ahead_and_promise_an_order() -> None:
