@@ -6,10 +6,11 @@ step goes by without it.
 
 Judged is who was given a token in the step before, and goes without in a step that leaves tokens of
 the budget unused, though its blocks had room for the next position when the step was decided, and
-its output goes on for longer than is decided ahead. Of several outputs, when all of them have
-begun, if each has room and no block to copy; not beams, which wait for each other. Not for as many
-steps as are decided ahead after a preemption, an action of the plan, an error or withheld blocks.
-For engines that promise an order, as others have reasons of their own to wait.
+its output goes on for longer than is decided ahead: for both, drafts count as if they were right.
+Of several outputs, when all of them have begun, if each has room and no block to copy; not beams,
+which wait for each other. Not for as many steps as are decided ahead after a preemption, an action
+of the plan, an error or withheld blocks. For engines that promise an order, as others have reasons
+of their own to wait.
 """
 
 from __future__ import annotations
@@ -67,6 +68,9 @@ class _Ahead:
         self.listing = Listing()
         self._header = trace.header
         self._depth = steps_ahead(trace.header)
+        # By so much a sequence may be longer when what is decided ahead is done.
+        num_drafts = self._depth * trace.header.config.get("num_speculative_tokens", 0)
+        self._num_drafts, self._num_ahead = num_drafts, self._depth + num_drafts
         self._tables = SchedulerTables()
         most = trace.header.max_total_tokens
         self._last = {  # request -> where its longest output ends
@@ -135,7 +139,7 @@ class _Ahead:
     def _judge(self, step: int, seq: str, computed: str) -> None:
         self.listing.count("left out judged")
         request, known = request_of(seq), self._known[seq]
-        if seq not in self._tables.leases or known + self._depth >= self._last[request]:
+        if seq not in self._tables.leases or known + self._num_ahead >= self._last[request]:
             return
         together = [other for other in self._tables.leases if request_of(other) == request]
         if not all(map(self._has_room, together)):
@@ -153,7 +157,8 @@ class _Ahead:
         """Whether it had blocks for all that it knows, and has to copy none."""
         known, size = self._known.get(seq, 0), self._header.block_size
         index = (known - 1) // size
-        if known > size * min(held.get(seq, 0) for held in self._held):
+        room = size * min(held.get(seq, 0) for held in self._held)
+        if known + self._num_drafts > room:
             return False
         blocks = self._tables.leases[seq].blocks
         return index < len(blocks) and self._tables.refs[blocks[index]] == 1
