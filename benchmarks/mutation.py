@@ -104,7 +104,7 @@ TARGETS = {
         ("tests/harness/test_checks_work.py", *_CHECK_TESTS),
     ),
     "progress": Target(
-        ("preempt_harness/checks/progress.py",),
+        _checks("progress", "_progress_queue"),
         (
             "tests/harness/test_check_bounds.py",
             "tests/harness/test_checks_progress.py",
@@ -151,7 +151,8 @@ TARGETS = {
         _tests("harness", "trace", "steady", "kvsan", "checks_accounting") + _CHECK_TESTS,
     ),
     "output_checks": Target(
-        _checks("tokens", "delivery", "drafts", "own_tokens", "prediction"),
+        _checks("tokens", "delivery", "_delivery_ends", "_delivery_logprobs")
+        + _checks("drafts", "own_tokens", "prediction"),
         _tests("harness", "checks_tokens", "checks_delivery", "drafts", "prediction", "near_tie")
         + _CHECK_TESTS,
     ),

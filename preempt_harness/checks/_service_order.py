@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from preempt_harness.checks.progress import mixes_steps
+from preempt_harness.checks._conditions import mixes_steps
 from preempt_harness.checks.trace import Batch
 from preempt_harness.record import (
     Aborted,

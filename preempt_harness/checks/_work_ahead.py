@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections import deque
 
+from preempt_harness.checks._conditions import num_withheld, steps_ahead
 from preempt_harness.checks._service_order import promises_order
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
-from preempt_harness.checks.progress import num_withheld, steps_ahead
 from preempt_harness.checks.tables import TABLE_EVENTS, SchedulerTables, TableEvent
 from preempt_harness.checks.trace import DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (

@@ -28,12 +28,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
+from preempt_harness.checks._conditions import mixes_steps, num_withheld, steps_ahead
 from preempt_harness.checks._service_order import next_waiting, promises_order, service_order
 from preempt_harness.checks._work_draft_room import DraftRoom
 from preempt_harness.checks._work_hits import certain_hits, shares_blocks
 from preempt_harness.checks.drafts import drafts_come_last
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
-from preempt_harness.checks.progress import mixes_steps, num_withheld, steps_ahead
 from preempt_harness.checks.steady import IdleSteps, SteadySteps
 from preempt_harness.checks.tables import TABLE_EVENTS, SchedulerTables, TableEvent, num_blocks_for
 from preempt_harness.checks.trace import DeliveredRows, ScheduledRows, Trace

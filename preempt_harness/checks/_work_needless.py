@@ -12,8 +12,8 @@ swapped or in which the harness holds blocks, and steps that are decided ahead.
 
 from __future__ import annotations
 
+from preempt_harness.checks._conditions import steps_ahead, steps_with_held_blocks
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
-from preempt_harness.checks.progress import steps_ahead, steps_with_held_blocks
 from preempt_harness.checks.tables import TABLE_EVENTS, SchedulerTables, TableEvent
 from preempt_harness.checks.trace import Trace
 from preempt_harness.record import (

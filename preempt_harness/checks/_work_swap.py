@@ -9,8 +9,8 @@ that is decided ahead may have rows under way: neither is judged.
 
 from __future__ import annotations
 
+from preempt_harness.checks._conditions import steps_ahead
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
-from preempt_harness.checks.progress import steps_ahead
 from preempt_harness.checks.tables import TABLE_EVENTS, SchedulerTables, TableEvent
 from preempt_harness.checks.trace import Trace
 from preempt_harness.record import (

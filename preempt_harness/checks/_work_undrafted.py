@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+from preempt_harness.checks._conditions import steps_ahead
 from preempt_harness.checks._service_order import promises_order
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
-from preempt_harness.checks.progress import steps_ahead
 from preempt_harness.checks.tables import TABLE_EVENTS, SchedulerTables, TableEvent
 from preempt_harness.checks.trace import DeliveredRows, ScheduledRows, Trace
 from preempt_harness.record import (

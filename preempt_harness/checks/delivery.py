@@ -6,10 +6,22 @@ asked for. Knows no blocks and no steps but as places.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
+from preempt_harness.checks._delivery_ends import (
+    compare_finish,
+    judge_length,
+    judge_stops,
+    was_aborted,
+    wrong_finish,
+)
+from preempt_harness.checks._delivery_logprobs import (
+    compare_prompt_logprobs,
+    compare_score,
+    judge_logprobs,
+    judge_prompt_logprobs,
+)
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
 from preempt_harness.checks.steady import SteadySteps
 from preempt_harness.checks.tables import first_difference
@@ -18,9 +30,7 @@ from preempt_harness.record import (
     Aborted,
     EngineError,
     Finished,
-    Header,
     PlanApplied,
-    RequestResult,
     SequenceOutput,
     TokensDelivered,
 )
@@ -217,23 +227,23 @@ def check_results(trace: Trace) -> CheckResult:
             continue
         listing.count("results judged")
         baseline = record.baseline.results.get(request) if record.baseline else None
-        _judge_prompt_logprobs(request, spec, result, listing)
+        judge_prompt_logprobs(request, spec, result, listing)
         if record.header.batch_invariant and baseline is not None:
-            _compare_prompt_logprobs(request, result, baseline, listing)
+            compare_prompt_logprobs(request, result, baseline, listing)
         for branch, output in enumerate(result.outputs):
             seq = f"{request}.{branch}"
-            _judge_logprobs(seq, spec, output, listing)
+            judge_logprobs(seq, spec, output, listing)
             _judge_streamed(seq, output, result.finished, listing)
-            _judge_length(seq, record.header, spec, output, listing)
-            _judge_stops(seq, record.header, spec, output, listing)
-            for what in _wrong_finish(record.header, spec, result, output, request in aborted):
+            judge_length(seq, record.header, spec, output, listing)
+            judge_stops(seq, record.header, spec, output, listing)
+            for what in wrong_finish(record.header, spec, result, output, request in aborted):
                 listing.report(Code.DEL_FINISH_REASON, None, what, seq=seq, once=seq)
             if baseline is not None and branch < len(baseline.outputs):
                 cut_short = request in aborted or was_aborted(baseline) or bool(result.error)
                 reference = baseline.outputs[branch]
-                _compare_finish(seq, output, reference, cut_short, listing)
+                compare_finish(seq, output, reference, cut_short, listing)
                 if record.header.batch_invariant and not cut_short:
-                    _compare_score(seq, output, reference, listing)
+                    compare_score(seq, output, reference, listing)
     return listing.result("delivery", "results")
 
 
@@ -244,62 +254,6 @@ def _aborted(trace: Trace) -> set[str]:
     asked = {item.request for item in trace.workload.operations if item.kind == "abort"}
     by_plan = {request for request in trace.specs if f"{_ABORT}{request}@" in trace.header.plan}
     return asked | by_plan
-
-
-def was_aborted(reference: RequestResult) -> bool:
-    """A request of the baseline was cut short: steps bring more tokens where drafts come true."""
-    return any(output.finish_reason == "abort" for output in reference.outputs)
-
-
-def _judge_logprobs(seq: str, spec: RequestSpec, output: SequenceOutput, listing: Listing) -> None:
-    if spec.sampling.logprobs is None:
-        return
-    entries = output.logprobs or []
-    if len(entries) != len(output.token_ids):
-        listing.report(
-            Code.DEL_LOGPROBS,
-            None,
-            f"log probabilities were asked for; the output has {len(output.token_ids)} tokens "
-            f"and {len(entries)} entries",
-            seq=seq,
-        )
-        return
-    for index, (token_id, entry) in enumerate(zip(output.token_ids, entries, strict=True)):
-        if token_id not in entry:
-            listing.report(
-                Code.DEL_LOGPROBS,
-                None,
-                f"output token {index} is {token_id}, its log probabilities are of tokens "
-                f"{sorted(entry)} only",
-                once=seq,
-                seq=seq,
-                position=spec.num_prompt_tokens + index,
-            )
-            return
-    _judge_sum(seq, output, entries, listing)
-
-
-def _judge_sum(
-    seq: str, output: SequenceOutput, entries: Sequence[dict[int, float]], listing: Listing
-) -> None:
-    """What an engine adds up on the way is the sum of all its entries, each taken once."""
-    mine = output.cumulative_logprob
-    if mine is None:
-        return
-    chosen = [entry[token] for token, entry in zip(output.token_ids, entries, strict=True)]
-    total = math.fsum(chosen)
-    # Adding n numbers in float32 errs by at most (n - 1) 2**-24 of the sum of their sizes (Higham,
-    # "Accuracy and Stability of Numerical Algorithms", section 4.2), and as much again may be lost
-    # where each was rounded.
-    noise = 2 * len(chosen) * 2.0**-24 * math.fsum(map(abs, chosen))
-    if not math.isclose(mine, total, rel_tol=0.0, abs_tol=noise):
-        listing.report(
-            Code.DEL_LOGPROBS,
-            None,
-            f"the cumulative log probability is {mine:g}, those of its {len(chosen)} tokens add up "
-            f"to {total:g}",
-            seq=seq,
-        )
 
 
 def _judge_streamed(seq: str, output: SequenceOutput, finished: bool, listing: Listing) -> None:
@@ -339,233 +293,5 @@ def _judge_streamed(seq: str, output: SequenceOutput, finished: bool, listing: L
             streamed.late_steps[0],
             f"the step gave it tokens and did not return its output, so that whoever streams it "
             f"is told later; so did {len(streamed.late_steps) - 1} other steps",
-            seq=seq,
-        )
-
-
-def _compare_score(
-    seq: str, output: SequenceOutput, baseline: SequenceOutput, listing: Listing
-) -> None:
-    """A batch-invariant engine ranks equal beams by equal scores."""
-    if output.token_ids == baseline.token_ids and output.score != baseline.score:
-        listing.report(
-            Code.DEL_LOGPROBS,
-            None,
-            f"the same tokens score {output.score}, unpreempted {baseline.score}, although the "
-            f"engine claims batch invariance",
-            seq=seq,
-        )
-
-
-def _judge_prompt_logprobs(
-    request: str, spec: RequestSpec, result: RequestResult, listing: Listing
-) -> None:
-    """One entry a prompt token, each with its token; nothing predicts the first."""
-    entries = result.prompt_logprobs
-    if spec.sampling.prompt_logprobs is None or result.error or not result.finished:
-        return
-    # A request that was given up in its prefill has those of its beginning.
-    given_up = any(output.finish_reason == "abort" for output in result.outputs)
-    if entries is None or (len(entries) != spec.num_prompt_tokens and not given_up):
-        listing.report(
-            Code.DEL_LOGPROBS,
-            None,
-            f"log probabilities of the prompt were asked for; it has {spec.num_prompt_tokens} "
-            f"tokens and {len(entries or ())} entries",
-            request=request,
-        )
-        return
-    for index, (token_id, entry) in enumerate(zip(spec.prompt_token_ids, entries, strict=False)):
-        if index and (entry is None or token_id not in entry):
-            listing.report(
-                Code.DEL_LOGPROBS,
-                None,
-                f"prompt token {index} is {token_id}, its log probabilities are of tokens "
-                f"{sorted(entry or ())} only",
-                request=request,
-                position=index,
-            )
-            return
-
-
-def _compare_prompt_logprobs(
-    request: str, result: RequestResult, baseline: RequestResult, listing: Listing
-) -> None:
-    """As far as both go, they are the same."""
-    mine, other = result.prompt_logprobs or [], baseline.prompt_logprobs or []
-    num_both = min(len(mine), len(other))
-    index = first_difference(mine[:num_both], other[:num_both])
-    if index is not None:
-        listing.report(
-            Code.DEL_LOGPROBS,
-            None,
-            f"from prompt token {index} on its log probabilities are not those of the unpreempted "
-            f"run, although the engine claims batch invariance",
-            request=request,
-            position=index,
-        )
-
-
-def _judge_length(
-    seq: str, header: Header, spec: RequestSpec, output: SequenceOutput, listing: Listing
-) -> None:
-    length = len(output.token_ids)
-    most = header.max_total_tokens
-    if most is not None and length and spec.num_prompt_tokens + length > most:
-        listing.report(
-            Code.DEL_MAX_TOKENS,
-            None,
-            f"prompt and output are {spec.num_prompt_tokens + length} tokens, model and pool allow "
-            f"{most}",
-            seq=seq,
-        )
-    if length > spec.sampling.max_tokens:
-        listing.report(
-            Code.DEL_MAX_TOKENS,
-            None,
-            f"{length} tokens were generated, max_tokens is {spec.sampling.max_tokens}",
-            seq=seq,
-        )
-    if output.finish_reason == "stop" and length < spec.sampling.min_tokens:
-        listing.report(
-            Code.DEL_MIN_TOKENS,
-            None,
-            f"it stopped after {length} tokens, min_tokens is {spec.sampling.min_tokens}",
-            seq=seq,
-        )
-
-
-def _judge_stops(
-    seq: str, header: Header, spec: RequestSpec, output: SequenceOutput, listing: Listing
-) -> None:
-    """No token that ends an output stands before its last one, but among the first min_tokens.
-
-    Of beams nobody sees those that ended.
-    """
-    sampling = spec.sampling
-    stops = set(sampling.stop_token_ids)
-    if not sampling.ignore_eos:
-        stops.update(header.eos_token_ids)
-    if sampling.beam is not None or stops.isdisjoint(output.token_ids[:-1]):
-        return
-    for index, token_id in enumerate(output.token_ids[:-1]):
-        if token_id in stops and index >= sampling.min_tokens:
-            listing.report(
-                Code.DEL_PAST_STOP,
-                None,
-                f"output token {index} is {token_id}, which ends it, and "
-                f"{len(output.token_ids) - index - 1} more follow",
-                seq=seq,
-                position=spec.num_prompt_tokens + index,
-            )
-            return
-
-
-def _wrong_finish(
-    header: Header, spec: RequestSpec, result: RequestResult, output: SequenceOutput, aborted: bool
-) -> Iterator[str]:
-    """What is wrong with how an output ended."""
-    reason = output.finish_reason
-    if reason == "length":
-        if not at_limit(header, spec, len(output.token_ids)):
-            yield (
-                f"finish reason 'length' after {len(output.token_ids)} tokens, but max_tokens is "
-                f"{spec.sampling.max_tokens} and no limit of model or pool is reached"
-            )
-    elif reason == "stop":
-        yield from _wrong_stop(header, spec, output)
-    elif reason == "abort":
-        if not aborted:
-            yield "finish reason 'abort', but nobody aborted it"
-        elif "Aborted" in header.observed and _ended_by_itself(header, spec, output):
-            yield "finish reason 'abort', but with its last token it had ended by itself"
-    elif reason == "error":
-        if not result.error:
-            yield "finish reason 'error' without an error"
-    elif reason is not None:
-        yield f"finish reason {reason!r} is none of 'stop', 'length', 'abort', 'error'"
-    elif result.finished and not result.error:
-        yield "it is finished without a finish reason"
-
-
-def _ended_by_itself(header: Header, spec: RequestSpec, output: SequenceOutput) -> bool:
-    """Whether the last token ends an output; of beams nobody sees that."""
-    sampling, length = spec.sampling, len(output.token_ids)
-    if sampling.beam is not None or not length:
-        return False
-    stops = set(sampling.stop_token_ids)
-    if not sampling.ignore_eos:
-        stops.update(header.eos_token_ids)
-    is_stop = output.token_ids[-1] in stops and length > sampling.min_tokens
-    return is_stop or length >= sampling.max_tokens
-
-
-def at_limit(header: Header, spec: RequestSpec, num_output_tokens: int) -> bool:
-    """Whether max_tokens, the model or the pool ends an output of the request here."""
-    if num_output_tokens >= spec.sampling.max_tokens:
-        return True
-    total = spec.num_prompt_tokens + num_output_tokens
-    if header.max_total_tokens is not None and spec.sampling.num_sequences == 1:
-        return total >= header.max_total_tokens
-    model = header.config.get("max_model_len")
-    if isinstance(model, int) and total >= model:
-        return True
-    # An engine may keep one block for itself; branches share the prompt and divide the rest.
-    shared = spec.num_prompt_tokens // header.block_size
-    own = max(0, header.num_blocks - 1 - shared) // spec.sampling.num_sequences
-    return total >= (shared + own) * header.block_size
-
-
-def _wrong_stop(header: Header, spec: RequestSpec, output: SequenceOutput) -> Iterator[str]:
-    sampling = spec.sampling
-    last = output.token_ids[-1] if output.token_ids else None
-    if last in sampling.stop_token_ids:
-        return
-    if any(isinstance(output.stop_reason, str) and output.stop_reason == s for s in sampling.stop):
-        stop = str(output.stop_reason)
-        if stop in output.text and not sampling.min_tokens:  # one before those is none
-            yield f"it stopped at {stop!r}, which is still in its text"
-        return
-    if sampling.ignore_eos and not sampling.stop:
-        yield (
-            f"finish reason 'stop' at token {last}, which is none of its stop tokens "
-            f"{list(sampling.stop_token_ids)}, and end-of-sequence is to be ignored"
-        )
-    elif (
-        header.eos_token_ids
-        and last not in header.eos_token_ids
-        and not (sampling.stop or sampling.regex or sampling.json_schema)
-    ):
-        yield (
-            f"finish reason 'stop' at token {last}, which is neither end-of-sequence "
-            f"({', '.join(map(str, header.eos_token_ids))}) nor one of its stop tokens "
-            f"{list(sampling.stop_token_ids)}"
-        )
-
-
-def _compare_finish(
-    seq: str, output: SequenceOutput, baseline: SequenceOutput, aborted: bool, listing: Listing
-) -> None:
-    """Equal tokens are equal text, and end for equal reasons."""
-    if aborted or output.token_ids != baseline.token_ids:
-        return
-    if output.text != baseline.text:
-        at = first_difference(output.text, baseline.text) or 0
-        listing.report(
-            Code.DEL_TEXT,
-            None,
-            f"the same tokens are another text from character {at}: "
-            f"{output.text[at : at + 20]!r}, unpreempted {baseline.text[at : at + 20]!r}",
-            seq=seq,
-        )
-    mine = (output.finish_reason, output.stop_reason)
-    other = (baseline.finish_reason, baseline.stop_reason)
-    if mine != other:
-        listing.report(
-            Code.DEL_FINISH_REASON,
-            None,
-            f"the same tokens ended with (finish reason, stop reason) {mine}, unpreempted with "
-            f"{other}",
-            once=seq,
             seq=seq,
         )

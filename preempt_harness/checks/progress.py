@@ -24,8 +24,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from preempt_harness.checks._conditions import (
+    mixes_steps,
+    steps_ahead,
+    steps_with_held_blocks,
+)
+from preempt_harness.checks._progress_queue import who_found_the_queue_full
 from preempt_harness.checks.drafts import DraftLedger
-from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
+from preempt_harness.checks.finding import CheckResult, Code, Listing
 from preempt_harness.checks.steady import IdleSteps, SteadySteps
 from preempt_harness.checks.tables import num_blocks_for
 from preempt_harness.checks.trace import (
@@ -38,12 +44,10 @@ from preempt_harness.checks.trace import (
 from preempt_harness.record import (
     Aborted,
     Arrived,
-    BlocksAllocated,
     EngineError,
     Finished,
     Header,
     PlanApplied,
-    PoolCounts,
     Preempted,
     PriorityChanged,
     Resumed,
@@ -180,48 +184,6 @@ def check_steps(trace: Trace) -> CheckResult:
         )
     _judge_livelock(trace, bounds, listing)
     return listing.result("progress", "steps")
-
-
-def steps_with_held_blocks(trace: Trace) -> set[int]:
-    """Steps in which the harness held blocks: nobody is blamed for standing still.
-
-    What the engine keeps for itself, such as a null block, is always held. Blocks stay held until
-    another number is told: of a step in which nothing could be run, none may be.
-    """
-    exempt: set[int] = set()
-    held_from: int | None = None
-    for event in trace.of(PoolCounts, SteadySteps, IdleSteps):
-        pool, last = event, event.step
-        if isinstance(event, _SEVERAL_STEPS):
-            pool, last = event.pool, event.last_step
-        if held_from is not None:
-            exempt.update(range(held_from, event.step))
-        held_from = None
-        if num_withheld(trace.header, pool):
-            exempt.update(range(event.step, last + 1))
-            held_from = last + 1
-    return exempt
-
-
-def num_withheld(header: Header, pool: PoolCounts) -> int:
-    """Blocks that the harness holds: without those that the engine keeps for itself."""
-    own = header.config.get("reserved_blocks", 0)
-    assert isinstance(own, int)
-    return max(0, pool.held - own)
-
-
-def steps_ahead(header: Header) -> int:
-    """Steps that are decided ahead of the one that runs, where the configuration says how many."""
-    depth = header.config.get("async_scheduling", 0)
-    return depth if isinstance(depth, int) and not isinstance(depth, bool) else 0
-
-
-def mixes_steps(header: Header) -> bool:
-    """Whether a step that computes a lost prefill anew still serves the others.
-
-    A record that lists no capabilities is held to the stricter bound.
-    """
-    return not header.capabilities or "mixed_steps" in header.capabilities
 
 
 def _judge_livelock(trace: Trace, bounds: StepBounds, listing: Listing) -> None:
@@ -387,7 +349,7 @@ def check_ends(trace: Trace) -> CheckResult:
         return listing.result("progress", "ends")
     aborted = {event.request for event in trace.of(Aborted)}
     aborted |= {item.request for item in trace.workload.operations if item.kind == "abort"}
-    turned_away = {late.request for late in _who_found_the_queue_full(trace) if not late.has_run}
+    turned_away = {late.request for late in who_found_the_queue_full(trace) if not late.has_run}
     let_go = aborted | {event.request for event in trace.of(Finished)}
     for request, spec in specs.items():
         if request in aborted:
@@ -430,69 +392,6 @@ def check_ends(trace: Trace) -> CheckResult:
                 request=request,
             )
     return listing.result("progress", "ends")
-
-
-def has_queue_limit(header: Header) -> bool:
-    """Whether only so many requests may wait."""
-    return isinstance(header.config.get("max_waiting_requests"), int)
-
-
-def check_queue(trace: Trace) -> CheckResult:
-    """Who finds the queue full does not run, however it became full."""
-    listing = Listing()
-    limit = trace.header.config["max_waiting_requests"]
-    for late in _who_found_the_queue_full(trace):
-        listing.count("requests judged")
-        if late.has_run:
-            listing.report(
-                Code.PROG_QUEUE_LIMIT,
-                late.step,
-                f"{late.num_waiting} requests waited when it arrived, max_waiting_requests is "
-                f"{limit}, and it was taken in",
-                request=late.request,
-            )
-    return listing.result("progress", "queue")
-
-
-@dataclass(slots=True)
-class _Late:
-    """A request that found the queue full when it arrived.
-
-    Attributes:
-        request, step: who, and when.
-        num_waiting: so many waited.
-        has_run: it was given blocks all the same.
-    """
-
-    request: str
-    step: int
-    num_waiting: int
-    has_run: bool = False
-
-
-def _who_found_the_queue_full(trace: Trace) -> list[_Late]:
-    """Those who may be refused, and must be.
-
-    Who waits is told from the log: who has arrived, or lost its blocks, and has none since.
-    """
-    if not has_queue_limit(trace.header):
-        return []
-    limit = trace.header.config["max_waiting_requests"]
-    waiting: set[str] = set()
-    found_full: dict[str, _Late] = {}
-    for event in trace.of(Arrived, BlocksAllocated, Preempted, Resumed, Finished, Aborted):
-        if isinstance(event, BlocksAllocated):
-            request = request_of(event.seq)
-            waiting.discard(request)
-            if request in found_full:
-                found_full[request].has_run = True
-        elif isinstance(event, Resumed | Finished | Aborted):
-            waiting.discard(event.request)
-        elif isinstance(event, Arrived) and len(waiting) >= limit:
-            found_full[event.request] = _Late(event.request, event.step, len(waiting))
-        else:
-            waiting.add(event.request)
-    return list(found_full.values())
 
 
 def why_infeasible(header: Header, spec: RequestSpec) -> str | None:

@@ -19,6 +19,7 @@ from preempt_harness.checks import (
     _accounting_worker,
     _delivery_texts,
     _progress_precedence,
+    _progress_queue,
     _service_order,
     _work_ahead,
     _work_drafts,
@@ -268,8 +269,8 @@ PARTS = (
         check="progress",
         part="queue",
         needs=frozenset({"Arrived", "BlocksAllocated", "Preempted", "Resumed", "Finished"}),
-        applies=progress.has_queue_limit,
-        judge=_plain(progress.check_queue),
+        applies=_progress_queue.has_queue_limit,
+        judge=_plain(_progress_queue.check_queue),
     ),
     Part(
         check="work",

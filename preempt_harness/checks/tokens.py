@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from preempt_harness.checks.delivery import at_limit, was_aborted
+from preempt_harness.checks._delivery_ends import at_limit, was_aborted
 from preempt_harness.checks.finding import CheckResult, Code, Listing
 from preempt_harness.checks.tables import first_difference
 from preempt_harness.checks.trace import Trace

@@ -21,9 +21,9 @@ from functools import partial
 from typing import Any, TypeGuard
 
 from preempt_harness.checks._accounting_counters import TalliedTrial
+from preempt_harness.checks._conditions import steps_ahead, steps_with_held_blocks
 from preempt_harness.checks.drafts import drafts_come_last, has_drafts
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
-from preempt_harness.checks.progress import steps_ahead, steps_with_held_blocks
 from preempt_harness.checks.steady import SteadySteps
 from preempt_harness.checks.tables import SchedulerTables, num_blocks_for
 from preempt_harness.checks.trace import (
