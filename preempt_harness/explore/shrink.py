@@ -7,6 +7,7 @@ shows the first finding code of the original failure, so that one bug is not tra
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -42,36 +43,47 @@ def size_of(failure: Failure) -> Size:
     )
 
 
-def shrink(failure: Failure, runner: TrialRunner, *, max_trials: int = 300) -> Failure:
+def shrink(
+    failure: Failure, runner: TrialRunner, *, max_trials: int = 300, max_cpu_s: float = 60.0
+) -> Failure:
     """The smallest failure that was found.
 
     Args:
         failure: to begin with.
         runner: of the same engine.
         max_trials: most trials to run.
+        max_cpu_s: no trial begins after so many seconds of this process's processor time; an
+            engine that never gets on takes many steps to show it.
     """
-    return _Shrinker(failure, runner, max_trials).run()
+    return _Shrinker(failure, runner, max_trials, max_cpu_s).run()
 
 
 class _Shrinker:
-    def __init__(self, failure: Failure, runner: TrialRunner, max_trials: int) -> None:
+    def __init__(
+        self, failure: Failure, runner: TrialRunner, max_trials: int, max_cpu_s: float
+    ) -> None:
         self._best = failure
         self._runner = runner
         self._code = failure.codes[0]
         self._left = max_trials
+        self._ends = time.process_time() + max_cpu_s
         self._seen = {msgspec.json.encode(failure.trial)}
 
     def run(self) -> Failure:
         progress = True
-        while progress and self._left > 0:
+        while progress and not self._is_over:
             progress = False
             for propose in _PASSES:
-                while self._left > 0 and self._improve(propose, lambda _: True):
+                while not self._is_over and self._improve(propose, lambda _: True):
                     progress = True
             for propose in _ATTEMPTS:
-                while self._left > 0 and self._improve(propose, self._has_fewer_preemptions):
+                while not self._is_over and self._improve(propose, self._has_fewer_preemptions):
                     progress = True
         return self._best
+
+    @property
+    def _is_over(self) -> bool:
+        return self._left <= 0 or time.process_time() >= self._ends
 
     def _has_fewer_preemptions(self, failure: Failure) -> bool:
         return failure.num_preemptions < self._best.num_preemptions
@@ -83,7 +95,7 @@ class _Shrinker:
     ) -> bool:
         """Keep the first proposal that still fails and is better; False when none is."""
         for trial in propose(self._best.trial, self._runner.adapter):
-            if self._left <= 0:
+            if self._is_over:
                 return False
             if not self._is_new(trial) or not _is_valid(trial):
                 continue

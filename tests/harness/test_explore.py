@@ -203,10 +203,11 @@ def test_shrinking_leaves_out_what_a_failure_does_not_need() -> None:
     assert not any(request.priority for request in small.trial.workload.requests)
 
 
-def test_shrinking_stops_at_its_limit() -> None:
+@pytest.mark.parametrize("limit", ["max_trials", "max_cpu_s"])
+def test_shrinking_stops_at_its_limits(limit: str) -> None:
     failure = found()
     with plant(fault_named(FAULT)):
-        assert shrink(failure, TrialRunner(EmbeddedAdapter()), max_trials=0) is failure
+        assert shrink(failure, TrialRunner(EmbeddedAdapter()), **{limit: 0}) is failure
 
 
 def test_a_replay_file_brings_the_failure_back(tmp_path: Path) -> None:
