@@ -120,7 +120,7 @@ AIMS = {
     "both ways": Aim(
         apply=both_ways,
         needed=frozenset({protocol.STEPPED, protocol.SWAP, protocol.PREEMPT}),
-        weight=3,
+        weight=5,
     ),
     "all out": Aim(
         apply=all_out, needed=frozenset({protocol.STEPPED, protocol.SWAP, protocol.PREEMPT})
