@@ -37,6 +37,7 @@ KINDS = (
     "worker_side",
     "way_back",
     "calls",
+    "holdout_b",
 )
 
 
