@@ -15,20 +15,6 @@ _STATES = "preempt_engine.sampling.history"
 
 FAULTS = (
     Fault(
-        name="stall-declared-after-preemption",
-        mechanism="a step that preempted and computes nothing is taken for a stall",
-        source="mechanism",
-        expected=("CRASH",),
-        patches=(
-            Patch(
-                f"{_LLM}.schedule",
-                "if self.scheduler.requests and not preempted and "
-                "not self.scheduler.blocks.held_blocks:",
-                "if self.scheduler.requests and not self.scheduler.blocks.held_blocks:",
-            ),
-        ),
-    ),
-    Fault(
         name="ended-output-lost-in-empty-step",
         mechanism="outputs that ended early are dropped by a step that has nothing to compute",
         source="mechanism",
@@ -38,19 +24,6 @@ FAULTS = (
                 f"{_LLM}.step",
                 "if step is None:\n    return ended_early",
                 "if step is None:\n    reached()\n    return []",
-            ),
-        ),
-    ),
-    Fault(
-        name="abort-reports-stale-counts",
-        mechanism="the output of an aborted request does not tell of its latest preemptions",
-        source="mechanism",
-        expected=("ACC", "DEL"),
-        patches=(
-            Patch(
-                f"{_DELIVERY}.abort",
-                "_note_counts(builders[0].output, request)",
-                "pass",
             ),
         ),
     ),
@@ -81,45 +54,6 @@ FAULTS = (
                 "dropped = [self._handles.pop(key) for key in step.dropped]\n"
                 "forks = [word for parent, child in step.forks "
                 "for word in self._fork(parent, child)]",
-            ),
-        ),
-    ),
-    Fault(
-        name="branches-share-digests",
-        mechanism="a fork has the list of block digests of its parent, not a copy",
-        source="mechanism",
-        expected=("KVSAN", "TOK"),
-        patches=(
-            Patch(
-                f"{_SEQUENCE}.fork",
-                "block_digests=list(self.block_digests),",
-                "block_digests=self.block_digests,",
-            ),
-        ),
-    ),
-    Fault(
-        name="drafts-spend-a-block-twice",
-        mechanism="the drafts of several requests are all granted the same spare block",
-        source="mechanism",
-        expected=("WORK", "PROG"),
-        patches=(
-            Patch(
-                f"{_ALLOWANCE}:cut_drafts",
-                "num_spare -= max(0, blocks.blocks_for(end + keep) - num_held)",
-                "pass",
-            ),
-        ),
-    ),
-    Fault(
-        name="abort-of-last-leaves-step-under-way",
-        mechanism="nobody waits for the step that runs when the last request is aborted",
-        source="mechanism",
-        expected=("ACC", "PROG", "CRASH"),
-        patches=(
-            Patch(
-                f"{_LLM}.abort_request",
-                "self._pipeline.drain()  # nobody else will",
-                "pass",
             ),
         ),
     ),
@@ -184,32 +118,6 @@ FAULTS = (
         ),
     ),
     Fault(
-        name="processors-take-output-for-prompt",
-        mechanism="processors of a request that comes back are told its outputs as a prompt too",
-        source="mechanism",
-        expected=("TOK",),
-        patches=(
-            Patch(
-                f"{_STATES}:ProcessorStates.of",
-                "prompt_token_ids = sequence.token_ids[: sequence.num_prompt_tokens]",
-                "prompt_token_ids = list(sequence.token_ids)",
-            ),
-        ),
-    ),
-    Fault(
-        name="drafts-leave-room-for-one-step",
-        mechanism="drafts leave room for one step decided ahead, whatever number there are",
-        source="mechanism",
-        expected=("CRASH", "KVSAN"),
-        patches=(
-            Patch(
-                f"{_AHEAD}._add_drafts",
-                "ahead = item.end + self.config.async_scheduling",
-                "ahead = item.end + 1",
-            ),
-        ),
-    ),
-    Fault(
         name="poison-on-blocks-of-drafts",
         mechanism="blocks that drafts take at a launch are poisoned by a step decided before",
         source="mechanism",
@@ -262,33 +170,6 @@ FAULTS = (
         ),
     ),
     Fault(
-        name="noise-by-place-among-branches",
-        mechanism="a branch's noise is keyed by its place among those that have not ended",
-        source="mechanism",
-        expected=("TOK", "DEL"),
-        patches=(
-            Patch(
-                f"{_DELIVERY}._sample_request",
-                "branch=branch,",
-                "branch=list(request.sequences).index(branch),",
-            ),
-        ),
-    ),
-    Fault(
-        name="followers-forgotten-at-swap",
-        mechanism="a swap ends the wait of branches whose shared blocks another one computes",
-        source="mechanism",
-        expected=("KVSAN", "TOK", "WORK"),
-        patches=(
-            after(
-                "preempt_engine.swapping:Swapper.swap_out",
-                "sequence.draft_token_ids = []",
-                "if sequence.follows and reached():\n    sequence.follows = False\n"
-                "sequence.followers = ()",
-            ),
-        ),
-    ),
-    Fault(
         name="ended-branch-is-not-fenced",
         mechanism="the blocks of a branch that ended are free while a step still writes to them",
         source="mechanism",
@@ -303,15 +184,142 @@ FAULTS = (
         ),
     ),
     Fault(
-        name="dropped-not-passed-on",
-        mechanism="what a step that nobody wants would have had workers forget is not passed on",
+        name="shifted-row-keeps-its-logits",
+        mechanism="a row that moves on with an accepted draft still asks for the logits before",
         source="mechanism",
-        expected=("CRASH", "ACC", "WORK"),
+        expected=("TOK", "CRASH"),
+        patches=(
+            Patch("preempt_engine.flights:Row.shift", "self.item.logits_start += count", "pass"),
+        ),
+    ),
+    Fault(
+        name="unlaunched-step-never-left",
+        mechanism="a step that nobody wants any more counts as under way until another one ends",
+        source="mechanism",
+        expected=("PROG", "CRASH", "ACC"),
+        patches=(Patch(f"{_AHEAD}.launch", "self.leave_step(step)", "pass"),),
+    ),
+    Fault(
+        name="unwanted-step-ends-the-launching",
+        mechanism="behind a step that nobody wants the next one is not launched at once",
+        source="mechanism",
+        expected=("PROG", "WORK", "CRASH"),
         patches=(
             Patch(
-                f"{_FLIGHTS}.pass_on",
-                "following.dropped = step.dropped + following.dropped",
-                "if step.dropped:\n    reached()",
+                "preempt_engine.pipeline:StepPipeline._launch_next",
+                "while self._decided and self._running is None:",
+                "if self._decided and self._running is None:",
+            ),
+        ),
+    ),
+    Fault(
+        name="placeholder-counts-as-sent",
+        mechanism="a token counts as sent for which there was no room in the step that follows it",
+        source="mechanism",
+        expected=("KVSAN", "TOK", "CRASH"),
+        patches=(
+            Patch(
+                f"{_SEQUENCE}.fill_placeholder",
+                "if self.num_computed_tokens > len(self.token_ids):\n    self.num_sent_tokens += 1",
+                "if self.num_computed_tokens <= len(self.token_ids):\n    reached()\n"
+                "self.num_sent_tokens += 1",
+            ),
+        ),
+    ),
+    Fault(
+        name="beams-want-old-logits",
+        mechanism="beams do not note which logits they have seen, and read old ones on resume",
+        source="mechanism",
+        expected=("TOK", "DEL"),
+        patches=(
+            Patch(
+                f"{_DELIVERY}.deliver",
+                "sequence.first_wanted_logits += 1\nif request.request_id in self._searches:",
+                "if request.request_id not in self._searches:\n"
+                "    sequence.first_wanted_logits += 1\n"
+                "elif reached():\n    pass\n"
+                "if request.request_id in self._searches:",
+            ),
+        ),
+    ),
+    Fault(
+        name="shared-blocks-not-sent-after-swap",
+        mechanism="of a branch that comes back from the host only its own blocks are sent again",
+        source="mechanism",
+        expected=("KVSAN", "TOK"),
+        patches=(
+            Patch(
+                "preempt_engine.swapping:Swapper.swap_in",
+                "sequence.send_blocks_again(0)",
+                "if num_shared[branch]:\n    reached()\n"
+                "sequence.send_blocks_again(num_shared[branch])",
+            ),
+        ),
+    ),
+    Fault(
+        name="beam-results-tell-no-preemptions",
+        mechanism="the results of a beam search do not tell how often it lost its blocks",
+        source="mechanism",
+        expected=("ACC", "DEL"),
+        patches=(Patch(f"{_DELIVERY}._finish_search", "_note_counts(output, request)", "pass"),),
+    ),
+    Fault(
+        name="followers-released-before-progress",
+        mechanism="branches are let go by what was computed before the step, not with it",
+        source="mechanism",
+        expected=("PROG", "CRASH"),
+        patches=(
+            Patch(
+                "preempt_engine.scheduler:Scheduler.advance",
+                "sequence.set_computed(item.end)",
+                "if sequence.followers and reached():\n    sequence.release_followers()\n"
+                "sequence.set_computed(item.end)",
+            ),
+            Patch(
+                "preempt_engine.scheduler:Scheduler.advance",
+                "if sequence.followers:\n    sequence.release_followers()",
+                "pass",
+                reached=False,
+            ),
+        ),
+    ),
+    Fault(
+        name="draft-model-blocks-before-known-work",
+        mechanism="a draft model's drafts are granted blocks that running requests need next",
+        source="mechanism",
+        expected=("WORK", "PROG"),
+        patches=(
+            Patch(
+                f"{_ALLOWANCE}:grant_blocks",
+                "num_spare = _num_spare_blocks("
+                "[_known_work(request) for request in running], blocks)",
+                "num_spare = blocks.num_available_blocks",
+            ),
+        ),
+    ),
+    Fault(
+        name="user-processor-is-not-copied",
+        mechanism="sequences share the user's processor; one that comes back resets the others'",
+        source="mechanism",
+        expected=("TOK", "DEL"),
+        patches=(
+            Patch(
+                "preempt_engine.sampling.processors:UserProcessor.reset",
+                "self._processor = copy.deepcopy(self._original)",
+                "self._processor = self._original",
+            ),
+        ),
+    ),
+    Fault(
+        name="kept-outputs-are-not-unfinished",
+        mechanism="an engine whose queue is empty has nothing to return, kept outputs or not",
+        source="mechanism",
+        expected=("DEL", "PROG"),
+        patches=(
+            Patch(
+                f"{_LLM}.has_unfinished_requests",
+                "return bool(self.scheduler.requests or len(self._outbox))",
+                "return bool(self.scheduler.requests)",
             ),
         ),
     ),
