@@ -378,7 +378,7 @@ class _Idle:
         self.listing.count("steps short of blocks judged")
         num_blocks = drafts.num_blocks
         if not self._is_planned:
-            num_blocks += drafts.num_granted_in_vain(self._tables)
+            num_blocks += drafts.num_granted
         if num_blocks:
             for request in self._short:
                 self.listing.report(
