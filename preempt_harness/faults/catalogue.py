@@ -37,7 +37,6 @@ KINDS = (
     "worker_side",
     "way_back",
     "calls",
-    "holdout_b",
 )
 
 
