@@ -234,8 +234,8 @@ class EmbeddedSession:
         self._observer.sink = sink
 
     def unfinished(self) -> bool:
-        """True while a request has not ended."""
-        return bool(self._unfinished)
+        """True while a request has not ended, as far as the engine knows: so a user's loop ends."""
+        return bool(self._unfinished) and self.llm.has_unfinished_requests()
 
     def results(self) -> dict[str, RequestResult]:
         """Results of all requests that gave anything."""

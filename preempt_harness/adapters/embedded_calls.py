@@ -108,6 +108,10 @@ class CalledSession(EmbeddedSession):
         self._step_outputs[:] = [other for other in self._step_outputs if other is not output]
         self._take(output)
 
+    def unfinished(self) -> bool:
+        """True while a request has not ended; the engine knows of none that waits for the call."""
+        return bool(self._unfinished)
+
     def close(self) -> Sequence[AnyEvent]:
         """Let the call return if all has ended, and make sure that it gave what it promises."""
         if self._unfinished:

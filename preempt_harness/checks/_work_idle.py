@@ -135,6 +135,7 @@ class _Idle:
         self._computing: set[str] = set()
         self._is_excused = False
         self._is_disturbed = False  # by more than evictions for the more urgent
+        self._is_planned = False  # the plan, or an error, has a part in it
         # Who was let in beside how many others, and how many blocks were in use then.
         self._admissions: list[tuple[BlocksAllocated, int, int]] = []
         self._num_given_up = 0  # blocks that victims of the step left to others
@@ -184,7 +185,7 @@ class _Idle:
             self._order.take(event)
             self._waiting.pop(event.request, None)
         else:  # an action of the plan, or an error
-            self._is_excused = self._is_disturbed = True
+            self._is_excused = self._is_disturbed = self._is_planned = True
 
     def _take_blocks(self, event: TableEvent) -> None:
         self._tables.follow(event)
@@ -222,6 +223,7 @@ class _Idle:
         if not excused and self._waiting and before is not None:
             kept_out = self._judge(step, before)
         self._judge_kept_out(step, kept_out)
+        self._is_planned |= withheld
         if self._short and self._drafts is not None:
             self._judge_want(step, self._drafts)
         self._ended += self._ended_now
@@ -372,15 +374,18 @@ class _Idle:
                 )
 
     def _judge_want(self, step: int, drafts: DraftRoom) -> None:
-        """Whether somebody lost blocks in a step in which drafts take some."""
+        """Whether somebody lost blocks in a step in which drafts take some, or just before it."""
         self.listing.count("steps short of blocks judged")
-        if drafts.num_blocks:
+        num_blocks = drafts.num_blocks
+        if not self._is_planned:
+            num_blocks += drafts.num_granted
+        if num_blocks:
             for request in self._short:
                 self.listing.report(
                     Code.WORK_DRAFTS,
                     step,
-                    f"it is preempted for want of blocks, and {drafts.num_blocks} blocks are taken "
-                    f"for drafts in the same step",
+                    f"it is preempted for want of blocks, and {num_blocks} blocks are taken for "
+                    "drafts in the same step, or behind the step before",
                     once=request,
                     request=request,
                 )
@@ -416,8 +421,19 @@ class _Idle:
             )
 
     def _num_spare(self, request: str) -> int:
-        """Blocks that an admission beside others leaves free, at most."""
-        num_blocks = self._num_branches(request) * self._blocks(self._num_drafts)
+        """Blocks that an admission beside others leaves free, at most.
+
+        Where drafts come last, one output takes no more than a run of drafts that ends before its
+        last token, which nobody drafts for.
+        """
+        num_branches = self._num_branches(request)
+        num_blocks = num_branches * self._blocks(self._num_drafts)
+        spec = self._specs.get(request)
+        if self._drafts is not None and spec is not None and spec.sampling.num_sequences == 1:
+            known = self._known[request]
+            last = max(known, spec.num_prompt_tokens + spec.sampling.max_tokens - 1)
+            end = min(known + self._num_drafts, last)
+            num_blocks = self._blocks(end) - self._blocks(known)
         return self._num_watermark_blocks() + num_blocks
 
     @property

@@ -9,9 +9,11 @@ import msgspec
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, KnowsOutputs
 from preempt_harness.explore._aimed import Aimed, with_company, with_drafts_of
 from preempt_harness.known_outputs import is_plain, with_followers, with_limits
-from preempt_harness.workload import SamplingSpec
+from preempt_harness.plan import Action, OutputTokens, Preempt
+from preempt_harness.workload import SamplingSpec, Workload
 
 _LONGEST_OUTPUT_BLOCKS = 4
+_LONG_OUTPUT = 120  # tokens
 
 
 def followers(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
@@ -52,6 +54,25 @@ def limits(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed
     workload = msgspec.structs.replace(trial.workload, requests=requests)
     workload = with_limits(source, workload, outputs=outputs, block_size=settings.block_size)
     return Aimed(settings=settings, workload=workload)
+
+
+def long_outputs(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
+    """A token depends on outputs of long ago, and somebody loses its blocks after many of them."""
+    requests = []
+    actions: list[Action] = []
+    for request in trial.workload.requests[:2]:
+        length = source.randint(_LONG_OUTPUT // 2, _LONG_OUTPUT)
+        sampling = msgspec.structs.replace(request.sampling, max_tokens=length, min_tokens=0)
+        if sampling.beam is None and source.random() < 0.8:
+            sampling = msgspec.structs.replace(
+                sampling, repetition_penalty=1.5, frequency_penalty=source.choice((0.0, 0.7))
+            )
+        at = OutputTokens(source.randint(length // 2, length - 1))
+        actions.append(Preempt(request.id, at))
+        requests.append(msgspec.structs.replace(request, sampling=sampling))
+    return Aimed(
+        settings=trial.settings, workload=Workload(requests=requests), actions=tuple(actions)
+    )
 
 
 def _output(

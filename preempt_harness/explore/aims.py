@@ -20,6 +20,7 @@
     begun alike  more and less urgent ones of one beginning, or decided ahead, in little room
     alike below  urgent ones that come with the text of less urgent ones, beside equals
     calls        batches and streams whose requests lose their blocks, or are given up, on the way
+    long         long outputs, each token of which depends on all before it, lost near their end
     sharers      several outputs that begin a block at once, beside one that shares their prompt
 
 What an engine is not capable of is left out; an aim of which nothing would be left is not drawn.
@@ -37,7 +38,7 @@ from preempt_harness.adapters.protocol import EngineAdapter, KnowsOutputs
 from preempt_harness.explore._aimed import Aimed
 from preempt_harness.explore._aims_at_calls import calls
 from preempt_harness.explore._aims_at_moves import own_drafts, under_way
-from preempt_harness.explore._aims_at_outputs import followers, limits
+from preempt_harness.explore._aims_at_outputs import followers, limits, long_outputs
 from preempt_harness.explore._aims_at_scarcity import (
     all_out,
     at_once,
@@ -182,6 +183,11 @@ AIMS = {
             }
         ),
         weight=6,
+    ),
+    "long": Aim(
+        apply=long_outputs,
+        needed=frozenset({protocol.STEPPED, protocol.PREEMPT, protocol.PENALTIES}),
+        weight=1,
     ),
     "calls": Aim(
         apply=calls,

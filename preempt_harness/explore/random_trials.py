@@ -33,6 +33,7 @@ from preempt_harness.generators import (
     FEATURES,
     LATER_FEATURES,
     in_order_of_arrival,
+    likely_steps,
     random_tokens,
     random_workload,
 )
@@ -45,6 +46,7 @@ _TRIALS_PER_SEED = 1_000_000  # so that two seeds share no trial
 _MAX_SLACK = 4  # blocks above the smallest feasible pool
 _OUTGROWN = 0.1  # share of trials whose pool is smaller than that
 _GIANTS = 0.1  # of trials with a request that can never run
+_LATE_GIANTS = 0.4  # of these, how many find nobody who runs or waits
 _SHORT_MODELS = 0.15  # of trials in which max_model_len ends a request
 _LATER = 0.15  # share of trials with each of the later features
 _PREDICTABLE = 0.15  # of trials that the engine's admission model can be played over
@@ -126,6 +128,9 @@ def random_trial(
     budget = KVBudget.solve(workload, admission, num_blocks)
     if source.random() < _GIANTS:
         workload = _with_giant(source, workload, settings, budget.num_blocks, adapter)
+        late = random.Random(f"{seed}/late")
+        if later and late.random() < _LATE_GIANTS:
+            workload = _last_comes_late(workload)
     plan = random_plan(source, workload, adapter, () if drawn.is_quiet else action_kinds)
     return Trial(
         engine=adapter.name,
@@ -207,6 +212,15 @@ def _with_giant(
         arrival_step=max(request.arrival_step for request in workload.requests),
     )
     return msgspec.structs.replace(workload, requests=[*workload.requests, giant])
+
+
+def _last_comes_late(workload: Workload) -> Workload:
+    """When all others are likely to have ended, a few preemptions included."""
+    *others, last = workload.requests
+    num_steps = 2 * sum(likely_steps(r.num_prompt_tokens, r.sampling.max_tokens) for r in others)
+    arrival = last.arrival_step + num_steps
+    last = msgspec.structs.replace(last, arrival_step=arrival)
+    return msgspec.structs.replace(workload, requests=[*others, last])
 
 
 def random_features(source: random.Random, adapter: EngineAdapter) -> list[str]:

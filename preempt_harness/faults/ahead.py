@@ -194,4 +194,98 @@ FAULTS = (
         ),
         needs=_DRAFTS,
     ),
+    Fault(
+        name="blocks-of-drafts-sent-twice",
+        mechanism="blocks that went along with drafts at a launch are sent again by a later step",
+        source="mechanism",
+        expected=("KVSAN", "TOK", "CRASH"),
+        patches=(
+            Patch(
+                "preempt_engine.flights:Flights.send_blocks",
+                "sequence.num_sent_blocks = max(sequence.num_sent_blocks, num_blocks)",
+                "pass",
+            ),
+        ),
+    ),
+    Fault(
+        name="beams-swapped-while-under-way",
+        mechanism="beams are copied to the host while the step runs after which they split",
+        source="mechanism",
+        expected=("CRASH", "KVSAN", "TOK"),
+        patches=(
+            Patch(
+                "preempt_engine.async_scheduler:AsyncScheduler._preempt",
+                "may_be_split = (\n"
+                "    not isinstance(request.params, SamplingParams) "
+                "or request.next_branch < request.num_seqs\n"
+                ")",
+                "may_be_split = (\n"
+                "    isinstance(request.params, SamplingParams) "
+                "and request.next_branch < request.num_seqs\n"
+                ")",
+            ),
+        ),
+    ),
+    Fault(
+        name="poison-on-blocks-of-drafts",
+        mechanism="blocks that drafts take at a launch are poisoned by a step decided before",
+        source="mechanism",
+        expected=("KVSAN", "TOK"),
+        patches=(
+            Patch(
+                "preempt_engine.async_scheduler:AsyncScheduler._take_along",
+                "self.flights.keep(sequence.block_table[num_blocks:])",
+                "pass",
+            ),
+        ),
+    ),
+    Fault(
+        name="shifted-row-keeps-its-logits",
+        mechanism="a row that moves on with an accepted draft still asks for the logits before",
+        source="mechanism",
+        expected=("TOK", "CRASH"),
+        patches=(
+            Patch("preempt_engine.flights:Row.shift", "self.item.logits_start += count", "pass"),
+        ),
+    ),
+    Fault(
+        name="unlaunched-step-never-left",
+        mechanism="a step that nobody wants any more counts as under way until another one ends",
+        source="mechanism",
+        expected=("PROG", "CRASH", "ACC"),
+        patches=(
+            Patch(
+                "preempt_engine.async_scheduler:AsyncScheduler.launch",
+                "self.leave_step(step)",
+                "pass",
+            ),
+        ),
+    ),
+    Fault(
+        name="unwanted-step-ends-the-launching",
+        mechanism="behind a step that nobody wants the next one is not launched at once",
+        source="mechanism",
+        expected=("PROG", "WORK", "CRASH"),
+        patches=(
+            Patch(
+                "preempt_engine.pipeline:StepPipeline._launch_next",
+                "while self._decided and self._running is None:",
+                "if self._decided and self._running is None:",
+            ),
+        ),
+    ),
+    Fault(
+        name="placeholder-counts-as-sent",
+        mechanism="a token counts as sent for which there was no room in the step that follows it",
+        source="mechanism",
+        expected=("KVSAN", "TOK", "CRASH"),
+        patches=(
+            Patch(
+                "preempt_engine.sequence:Sequence.fill_placeholder",
+                "if self.num_computed_tokens > len(self.token_ids):\n    self.num_sent_tokens += 1",
+                "if self.num_computed_tokens <= len(self.token_ids):\n    reached()\n"
+                "self.num_sent_tokens += 1",
+            ),
+        ),
+    ),
 )

@@ -127,4 +127,80 @@ FAULTS = (
             ),
         ),
     ),
+    Fault(
+        name="unsplit-running-request-counts-one",
+        mechanism="a running request that has not split yet counts as one sequence",
+        source="mechanism",
+        expected=("ACC", "PROG", "WORK"),
+        patches=(
+            Patch(
+                "preempt_engine.scheduler:Scheduler._schedule_waiting",
+                "num_seqs = sum(request.num_seqs for request in self.running)",
+                "num_seqs = sum(len(request.sequences) for request in self.running)",
+            ),
+        ),
+    ),
+    Fault(
+        name="beams-want-old-logits",
+        mechanism="beams do not note which logits they have seen, and read old ones on resume",
+        source="mechanism",
+        expected=("TOK", "DEL"),
+        patches=(
+            Patch(
+                "preempt_engine.delivery:Delivery.deliver",
+                "sequence.first_wanted_logits += 1\nif request.request_id in self._searches:",
+                "if request.request_id not in self._searches:\n"
+                "    sequence.first_wanted_logits += 1\n"
+                "elif reached():\n    pass\n"
+                "if request.request_id in self._searches:",
+            ),
+        ),
+    ),
+    Fault(
+        name="shared-blocks-not-sent-after-swap",
+        mechanism="of a branch that comes back from the host only its own blocks are sent again",
+        source="mechanism",
+        expected=("KVSAN", "TOK"),
+        patches=(
+            Patch(
+                "preempt_engine.swapping:Swapper.swap_in",
+                "sequence.send_blocks_again(0)",
+                "if num_shared[branch]:\n    reached()\n"
+                "sequence.send_blocks_again(num_shared[branch])",
+            ),
+        ),
+    ),
+    Fault(
+        name="beam-results-tell-no-preemptions",
+        mechanism="the results of a beam search do not tell how often it lost its blocks",
+        source="mechanism",
+        expected=("ACC", "DEL"),
+        patches=(
+            Patch(
+                "preempt_engine.delivery:Delivery._finish_search",
+                "_note_counts(output, request)",
+                "pass",
+            ),
+        ),
+    ),
+    Fault(
+        name="followers-released-before-progress",
+        mechanism="branches are let go by what was computed before the step, not with it",
+        source="mechanism",
+        expected=("PROG", "CRASH"),
+        patches=(
+            Patch(
+                "preempt_engine.scheduler:Scheduler.advance",
+                "sequence.set_computed(item.end)",
+                "if sequence.followers and reached():\n    sequence.release_followers()\n"
+                "sequence.set_computed(item.end)",
+            ),
+            Patch(
+                "preempt_engine.scheduler:Scheduler.advance",
+                "if sequence.followers:\n    sequence.release_followers()",
+                "pass",
+                reached=False,
+            ),
+        ),
+    ),
 )

@@ -86,4 +86,30 @@ FAULTS = (
         ),
         needs=_OWN_LOOP | {"queue_limit"},
     ),
+    Fault(
+        name="ended-output-lost-in-empty-step",
+        mechanism="outputs that ended early are dropped by a step that has nothing to compute",
+        source="mechanism",
+        expected=("DEL", "PROG"),
+        patches=(
+            Patch(
+                "preempt_engine.llm:LLM.step",
+                "if step is None:\n    return ended_early",
+                "if step is None:\n    reached()\n    return []",
+            ),
+        ),
+    ),
+    Fault(
+        name="kept-outputs-are-not-unfinished",
+        mechanism="an engine whose queue is empty has nothing to return, kept outputs or not",
+        source="mechanism",
+        expected=("DEL", "PROG"),
+        patches=(
+            Patch(
+                "preempt_engine.llm:LLM.has_unfinished_requests",
+                "return bool(self.scheduler.requests or len(self._outbox))",
+                "return bool(self.scheduler.requests)",
+            ),
+        ),
+    ),
 )

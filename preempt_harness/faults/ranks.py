@@ -157,4 +157,34 @@ FAULTS = (
         ),
         needs=_TP | {"speculation"},
     ),
+    Fault(
+        name="handles-dropped-before-forks",
+        mechanism="the message of a step gives up handles before it names parents by them",
+        source="mechanism",
+        expected=("CRASH",),
+        patches=(
+            Patch(
+                "preempt_engine.executor.step_codec:StepEncoder.encode",
+                "forks = [word for parent, child in step.forks "
+                "for word in self._fork(parent, child)]\n"
+                "dropped = [self._handles.pop(key) for key in step.dropped]",
+                "dropped = [self._handles.pop(key) for key in step.dropped]\n"
+                "forks = [word for parent, child in step.forks "
+                "for word in self._fork(parent, child)]",
+            ),
+        ),
+    ),
+    Fault(
+        name="block-zero-is-no-block",
+        mechanism="block 0 is taken for no block in the short form of a message's row",
+        source="mechanism",
+        expected=("CRASH", "KVSAN", "TOK"),
+        patches=(
+            Patch(
+                "preempt_engine.executor.step_codec:StepEncoder._add_single",
+                "block = item.new_block_ids[0] if item.new_block_ids else _NONE",
+                "block = (item.new_block_ids[0] if item.new_block_ids else 0) or _NONE",
+            ),
+        ),
+    ),
 )

@@ -266,4 +266,31 @@ FAULTS = (
         ),
         needs=frozenset({"watermark"}),
     ),
+    Fault(
+        name="lookahead-behind-the-end",
+        mechanism="a request is let in only if there is room for drafts behind its last token",
+        source="mechanism",
+        expected=("WORK", "PROG"),
+        patches=(
+            Patch(
+                "preempt_engine.spec_decode.allowance:num_lookahead_blocks",
+                "end = min(sequence.num_tokens + num_speculative_tokens, most)",
+                "end = sequence.num_tokens + num_speculative_tokens",
+            ),
+        ),
+    ),
+    Fault(
+        name="draft-model-blocks-before-known-work",
+        mechanism="a draft model's drafts are granted blocks that running requests need next",
+        source="mechanism",
+        expected=("WORK", "PROG"),
+        patches=(
+            Patch(
+                "preempt_engine.spec_decode.allowance:grant_blocks",
+                "num_spare = _num_spare_blocks("
+                "[_known_work(request) for request in running], blocks)",
+                "num_spare = blocks.num_available_blocks",
+            ),
+        ),
+    ),
 )

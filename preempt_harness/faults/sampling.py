@@ -230,4 +230,32 @@ FAULTS = (
         ),
         needs=frozenset({"prompt_logprobs"}),
     ),
+    Fault(
+        name="processors-replay-the-tail",
+        mechanism="processors of a request that comes back are told the latest outputs only",
+        source="mechanism",
+        expected=("TOK", "DEL"),
+        patches=(
+            Patch(
+                "preempt_engine.sampling.history:ProcessorState._follow",
+                "for token_id in output_token_ids[len(seen) :]:",
+                "if len(output_token_ids) > 32 and not seen and reached():\n"
+                "    seen += output_token_ids[:-32]\n"
+                "for token_id in output_token_ids[len(seen) :]:",
+            ),
+        ),
+    ),
+    Fault(
+        name="user-processor-is-not-copied",
+        mechanism="sequences share the user's processor; one that comes back resets the others'",
+        source="mechanism",
+        expected=("TOK", "DEL"),
+        patches=(
+            Patch(
+                "preempt_engine.sampling.processors:UserProcessor.reset",
+                "self._processor = copy.deepcopy(self._original)",
+                "self._processor = self._original",
+            ),
+        ),
+    ),
 )

@@ -355,4 +355,17 @@ FAULTS = (
         ),
         needs=_DRAFTS,
     ),
+    Fault(
+        name="rejected-drafts-forgotten-at-swap",
+        mechanism="workers are not told to cut rejected drafts off a sequence that was swapped",
+        source="mechanism",
+        expected=("KVSAN", "TOK", "CRASH"),
+        patches=(
+            after(
+                "preempt_engine.swapping:Swapper.swap_out",
+                "sequence.draft_token_ids = []",
+                "if sequence.num_stale_tokens and reached():\n    sequence.num_stale_tokens = 0",
+            ),
+        ),
+    ),
 )

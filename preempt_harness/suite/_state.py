@@ -44,6 +44,14 @@ STATE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 """Item -> the capabilities that it takes, and sampling parameters."""
 
+REMEMBERING = (
+    "repetition-penalty",
+    "presence-and-frequency",
+    "penalties-sampled",
+    "processors",
+)
+"""Items with which a token depends on all outputs before it, however long ago they came."""
+
 _TRIES = 8
 
 

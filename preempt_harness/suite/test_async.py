@@ -284,6 +284,33 @@ def test_beams_of_which_some_wait_for_the_others(
     result.assert_clean()
 
 
+@FORCED
+@DEPTHS
+@MODES
+@pytest.mark.preempt_requires("beam_search")
+def test_beams_lost_while_they_are_under_way(
+    preempt: PreemptHarness, mode: str, depth: int
+) -> None:
+    """They split when the step is done, which takes blocks, if their blocks are there."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    steps = range(1, 3 * block, 3)
+    workload = together(
+        request(preempt, "victim", 2 * block, 3 * block, beam=BeamSpec(num_beams=3)),
+        companions(preempt, block),
+    )
+    result = preempt.run(
+        workload,
+        plan="/".join(f"preempt:victim@step={step}:{mode}" for step in steps),
+        block_size=block,
+        async_scheduling=depth,
+        options=options(preempt, preemption_mode=mode),
+    )
+    result.assert_preempted(request="victim")
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
 @DEPTHS
 @pytest.mark.preempt_requires("prefix_caching", "preempt", "stepped")
 @pytest.mark.parametrize("end", ["length", "abort"])

@@ -201,6 +201,26 @@ def test_no_more_sequences_than_may_run(preempt: PreemptHarness) -> None:
     result.assert_clean()
 
 
+@pytest.mark.preempt_requires("chunked_prefill", "parallel_sampling", "sampling")
+def test_a_prompt_that_is_to_split_has_the_places_of_its_outputs(preempt: PreemptHarness) -> None:
+    """Another comes while the last chunk of a prompt is computed, and finds no place."""
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "splits", 2 * block + 1, 2 * block, n=3, **drawn(preempt, 6)),
+        request(preempt, "other", block, 2 * block),
+    )
+    result = preempt.run(
+        workload,
+        "roomy",
+        block_size=block,
+        max_num_batched_tokens=2 * block,
+        max_num_seqs=3,
+        expect_preemption=False,
+    )
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
 @PARALLEL
 @pytest.mark.preempt_requires("swap", "sampling")
 def test_no_return_without_room_for_copies(preempt: PreemptHarness) -> None:

@@ -37,3 +37,47 @@ def test_swapped_out_with_blocks_for_drafts(preempt: PreemptHarness, count: int,
     result.assert_matches_baseline()
     result.assert_clean()
     assert_drafted(result, ACCEPTED)
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_no_room_is_kept_for_drafts_behind_the_end(preempt: PreemptHarness, count: int) -> None:
+    """Nobody drafts for an output of one token: its request needs the blocks of its prompt."""
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "first", 2 * block + 1, block - 2),
+        request(preempt, "short", 2 * block, 1, arrival_step=1),
+    )
+    result = preempt.run(
+        workload,
+        5,
+        block_size=block,
+        speculative_config=same_model(preempt, count),
+        expect_preemption=False,
+    )
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@pytest.mark.parametrize("longest", ["first", "last"])
+def test_drafts_take_no_block_that_another_needs_next(
+    preempt: PreemptHarness, longest: str
+) -> None:
+    """Who drafts is given blocks beforehand; one that has a boundary to cross lacks them then."""
+    block = block_size(preempt)
+    if longest == "first":
+        lengths = [3 * block, block - 1, block]
+    else:
+        lengths = [block + 1, block - 1, 2 * block]
+    workload = together(
+        [request(preempt, f"r{index}", length, 6 * block) for index, length in enumerate(lengths)]
+    )
+    result = preempt.run(
+        workload,
+        7,
+        block_size=block,
+        speculative_config=same_model(preempt, block + 1),
+        enable_prefix_caching=False,
+    )
+    result.assert_preempted()
+    result.assert_matches_baseline()
+    result.assert_clean()

@@ -27,6 +27,22 @@ def test_a_prompt_larger_than_the_pool_ends_alone(preempt: PreemptHarness) -> No
             pytest.fail(f"{name} did not run to its end beside a request that cannot fit")
 
 
+@pytest.mark.preempt_requires("stepped")
+def test_a_prompt_larger_than_the_pool_is_answered_by_an_idle_engine(
+    preempt: PreemptHarness,
+) -> None:
+    """All others have ended, and nothing is to compute: the refusal is an output all the same."""
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "r0", 2 * block, block),
+        request(preempt, "giant", 40 * block, 2, arrival_step=4 * block),
+    )
+    result = preempt.run(workload, 12, block_size=block, expect_preemption=False)
+    result.assert_clean()
+    if result.record.results["giant"].error == "":
+        pytest.fail("the request that cannot fit did not end with an error")
+
+
 def test_a_pool_in_which_each_fits_only_alone(preempt: PreemptHarness) -> None:
     block = block_size(preempt)
     workload = together([request(preempt, f"r{index}", 2 * block, 4 * block) for index in range(3)])

@@ -7,7 +7,7 @@ import pytest
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.record import TokensDelivered
 from preempt_harness.result import TrialResult
-from preempt_harness.suite._state import STATE, answer, assert_stopped, state
+from preempt_harness.suite._state import REMEMBERING, STATE, answer, assert_stopped, state
 from preempt_harness.suite.shapes import (
     block_size,
     chunks,
@@ -42,6 +42,21 @@ def test_item(preempt: PreemptHarness, item: str, at: str, mode: str) -> None:
         block_size=block,
         **chunks(preempt, 2 * block),
     )
+    result.assert_preempted(request="victim", mode=mode)
+    result.assert_matches_baseline()
+    result.assert_clean()
+
+
+@MODES
+@pytest.mark.parametrize("item", [item for item in STATE if item in REMEMBERING])
+def test_item_of_a_long_output(preempt: PreemptHarness, item: str, mode: str) -> None:
+    """What came long ago counts as much as what came last, after the preemption as before it."""
+    sampling = state(preempt, item)
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    length = max(24 * block, 96)
+    workload = together(request(preempt, "victim", 2 * block + 1, length, **sampling))
+    result = preempt.run(workload, plan=f"preempt:victim@out={length - 8}:{mode}", block_size=block)
     result.assert_preempted(request="victim", mode=mode)
     result.assert_matches_baseline()
     result.assert_clean()

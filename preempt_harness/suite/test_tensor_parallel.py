@@ -11,7 +11,13 @@ import pytest
 
 from preempt_harness.harness import PreemptHarness
 from preempt_harness.result import TrialResult
-from preempt_harness.suite.shapes import block_size, companions, request, together
+from preempt_harness.suite.shapes import (
+    block_size,
+    companions,
+    request,
+    require_mode,
+    together,
+)
 
 pytestmark = pytest.mark.preempt_requires("tensor_parallel")
 
@@ -109,6 +115,24 @@ def test_branches_that_come_back_and_part(preempt: PreemptHarness, ranks: int) -
         workload, plan="preempt:victim@step=1:swap", block_size=block, tensor_parallel_size=ranks
     )
     result.assert_preempted(request="victim", mode="swap")
+    result.assert_matches_baseline()
+    result.assert_clean(require=required(result))
+
+
+@pytest.mark.preempt_requires("preempt", "stepped", "parallel_sampling", "sampling")
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_branches_that_part_and_are_lost(preempt: PreemptHarness, ranks: int, mode: str) -> None:
+    """Workers hear in one message that branches have split off, and that all are to be dropped."""
+    require_mode(preempt, mode)
+    block = block_size(preempt)
+    workload = together(
+        request(preempt, "victim", 2 * block + 1, 2 * block, n=3, temperature=1.0, seed=4),
+        companions(preempt, block, count=1),
+    )
+    result = preempt.run(
+        workload, plan=f"preempt:victim@out=1:{mode}", block_size=block, tensor_parallel_size=ranks
+    )
+    result.assert_preempted(request="victim", mode=mode)
     result.assert_matches_baseline()
     result.assert_clean(require=required(result))
 

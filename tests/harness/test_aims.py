@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import islice
 
 import msgspec
 import pytest
@@ -110,6 +111,18 @@ def test_limits_are_met_within_runs_of_drafts() -> None:
             ][:2]
             num_met += last == before
     assert num_met > 5
+
+
+def test_long_outputs_are_lost_near_their_end() -> None:
+    num_late = 0
+    for trial in islice(aimed("long"), 12):
+        prompts = {item.id: item.num_prompt_tokens for item in trial.workload.requests}
+        num_late += any(
+            event.num_tokens > prompts[event.request] + 40
+            for event in run(trial).events
+            if isinstance(event, Preempted)
+        )
+    assert num_late > 8
 
 
 def test_ends_leave_blocks_while_steps_are_decided_ahead_with_drafts() -> None:

@@ -93,8 +93,15 @@ def test_who_lacks_a_block_a_place_or_a_token_waits_by_right() -> None:
     assert waits(2, end=13) == []  # eight tokens, the whole budget
     assert waits(3, watermark=0.25) == []
     assert waits(4, watermark=0.25)
-    assert waits(3, num_speculative_tokens=5) == []
-    assert waits(4, num_speculative_tokens=5)
+    assert waits(2, num_speculative_tokens=5) == []
+    assert waits(3, num_speculative_tokens=5)
+
+
+def test_room_for_drafts_ends_with_the_output() -> None:
+    """r1 ends within its third block; where drafts do not come last, a run is a run."""
+    assert waits(2, num_speculative_tokens=20) == []
+    assert waits(3, num_speculative_tokens=20)
+    assert waits(3, num_speculative_tokens=5, promises=("mixed_steps",)) == []
 
 
 def test_a_prompt_that_is_not_mixed_in_must_fit_in_the_budget() -> None:
@@ -174,6 +181,33 @@ def test_nobody_is_preempted_for_drafts() -> None:
     assert drafts(victim, free=0, end=8) == []  # drafts in blocks that it has anyway
     forced = replace(victim, reason="forced")
     assert drafts(forced, GRANTED, free=0, end=9) == []
+
+
+def granted(*more: Event, prompt: int = 6) -> list[Finding]:
+    """r0 is given a block behind its token of step 0; in step 1 r1 is preempted for want of one."""
+    return judged(
+        "idle room",
+        arrived("r0", prompt),
+        arrived("r1"),
+        BlocksAllocated(0, "r0.0", [0, 1], 0),
+        Scheduled(0, "r0.0", 0, prompt),
+        TokensDelivered(0, "r0.0", [9], None, ""),
+        BlocksAllocated(0, "r0.0", [2], 0),
+        pool(0, 0),
+        *more,
+        Preempted(1, "r1", "recompute", "decode", "out_of_blocks", 6, 7),
+        Scheduled(1, "r0.0", prompt, prompt + 1),
+        pool(1, 0),
+        num_speculative_tokens=4,
+    )
+
+
+def test_nobody_is_preempted_for_drafts_to_come() -> None:
+    (found,) = granted()
+    assert (found.code, found.step, found.request) == (Code.WORK_DRAFTS, 1, "r1")
+    assert "1 blocks are taken for drafts" in found.message
+    assert granted(prompt=8) == []  # its ninth token needs the third block
+    assert granted(PlanApplied(1, "squeeze:all@1..3")) == []
 
 
 def test_steps_with_reasons_of_their_own_are_excused() -> None:
