@@ -38,6 +38,7 @@ _TWICE = (
 # A prompt that the pool or a step's budget can never hold waits for ever, until nobody else does.
 _NOTHING_SCHEDULED = (
     "test_a_prompt_larger_than_the_pool_ends_alone",
+    "test_a_prompt_larger_than_the_pool_is_answered_by_an_idle_engine",
     "test_a_request_too_large_is_refused_alone",
     "test_mixture[1]",
     "test_mixture[8]",

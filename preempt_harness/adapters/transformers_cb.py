@@ -60,6 +60,11 @@ class TransformersAdapter:
             ("CRASH-HANG", "test_survivors_cancelled_in_a_full_pool", "hang"),
             ("CRASH-EXCEPTION", "test_a_request_too_large_is_refused_alone", "too-large"),
             ("CRASH-EXCEPTION", "test_a_prompt_larger_than_the_pool_ends_alone", "too-large"),
+            (
+                "CRASH-EXCEPTION",
+                "test_a_prompt_larger_than_the_pool_is_answered_by_an_idle_engine",
+                "too-large",
+            ),
             ("CRASH-EXCEPTION", "test_preemption_infeasible", "too-large"),
             ("CRASH-EXCEPTION", "test_mixture[11]", "too-large"),
             ("CRASH-EXCEPTION", "test_a_used_swap_space_too_small_for_the_next", "swap-space"),
