@@ -15,7 +15,7 @@ from preempt_harness.faults.ahead import FAULTS
 from preempt_harness.faults.catalogue import fault_named
 from preempt_harness.record import Preempted, TrialRecord
 from preempt_harness.trial import Trial, run_trial
-from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
+from preempt_harness.workload import BeamSpec, Operation, RequestSpec, SamplingSpec, Workload
 
 ADAPTER = EmbeddedAdapter()
 BLOCK = 4
@@ -76,6 +76,13 @@ def trials() -> list[TrialRecord]:
         run(1, workload(1), blocks=18, plan="squeeze:all@1..14"),
         run(1, workload(1), blocks=40, plan="abort:r0@out=7"),
         run(2, plan="preempt-all@step=3/preempt-all@step=5/preempt:r0@step=8"),
+        run(
+            2,
+            workload(2, beam=BeamSpec(num_beams=3)),
+            blocks=40,
+            plan="/".join(f"preempt:r0@step={step}:swap" for step in range(1, 12, 2)),
+            preemption_mode="swap",
+        ),
         *(
             run(
                 depth,

@@ -333,6 +333,7 @@ def trials() -> list[TrialRecord]:
         run(SCRIPTED, workload(temperature=1.0, seed=1), max_num_batched_tokens=6),
         run(SCRIPTED, workload(stop_token_ids=tuple(range(4, 12)))),
         run(ITSELF, options=swap),
+        run(SCRIPTED, options=swap),
         run(ITSELF, several, blocks=30),
     ]
 
