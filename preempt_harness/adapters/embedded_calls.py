@@ -141,7 +141,10 @@ class CalledSession(EmbeddedSession):
     def _step(self) -> list[RequestOutput]:
         """Let the call run its next step."""
         if not self._unfinished:
-            return super()._step()
+            given = self._step_outputs  # of the call that waits
+            outputs = super()._step()
+            self._step_outputs = given
+            return outputs
         self._step_outputs = []
         self._pace.go_on(self._generate if self._name == "generate" else self._read_in_turns)
         return self._step_outputs

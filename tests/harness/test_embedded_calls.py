@@ -169,3 +169,29 @@ def test_another_call_is_refused_with_advice() -> None:
     preempt = PreemptHarness(EmbeddedAdapter())
     with pytest.raises(UnknownCallError, match="Use one of generate, stream"):
         preempt.run(preempt.workload(), options={"call": "score"}, expect_preemption=False)
+
+
+def test_what_the_last_step_gave_is_still_to_be_read_when_nothing_is_left_to_do() -> None:
+    """A stream that has ended is closed before the one that ran its last step has looked at it.
+
+    While the other's prompt is computed, each of the two runs every second step.
+    """
+    settings = EngineSettings(
+        num_blocks=40, block_size=4, max_num_batched_tokens=7, options={"call": "stream"}
+    )
+    opened = EmbeddedAdapter().open(settings)
+    for name in ("a", "bb"):
+        prompt = [len(name), *range(4, 17)]
+        opened.submit(
+            RequestSpec(id=name, prompt_token_ids=prompt, sampling=SamplingSpec(max_tokens=3))
+        )
+    while not (opened.results() and opened.results()["a"].finished):
+        opened.poll(1.0)
+    opened.abort("bb")
+    assert not opened.unfinished()
+    opened.poll(1.0)
+    opened.abort("a")
+    opened.submit(spec("ccc"))
+    while opened.unfinished():
+        opened.poll(1.0)
+    assert not [event for event in opened.close() if isinstance(event, EngineError)]
