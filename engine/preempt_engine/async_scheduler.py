@@ -88,7 +88,7 @@ class AsyncScheduler(Scheduler):
                 self.flights.never_sent(row.item.key)
         flight.rows = kept
         step.scheduled = [row.item for row in kept]
-        if self._offered:
+        if self._offered and kept:  # else they wait for the next step, which is launched instead
             self._add_drafts(flight)
         for row in kept:
             self._count(step, row)

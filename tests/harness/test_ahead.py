@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from preempt_harness.adapters.embedded import EmbeddedAdapter
@@ -144,3 +145,49 @@ def test_an_abort_of_the_last_request_ends_the_trial() -> None:
     with plant(fault_named("abort-of-the-last-leaves-its-step-under-way")):
         (found, *_) = run_checks(run(1, work)).findings
     assert "blocks leaked" in found.message
+
+
+def test_a_step_that_is_not_launched_takes_no_drafts_with_it() -> None:
+    """Drafts come true for all but the last, so that a step was decided for nobody."""
+    prompts = [
+        ([18, 60, 22, 46, 14, 47, 15, 58, 18, 50, 50, 7], 2),
+        ([19, 18, 60, 44], 3),
+        ([17], 3),
+        ([24, 42, 9, 33, 7, 34, 26], 1),
+        ([7, 50, 50, 18, 58, 15, 47, 14, 46, 22, 60, 18], 4),
+        ([44, 60, 18, 19], 5),
+        ([17], 7),
+    ]
+    requests = [
+        RequestSpec(
+            id=f"r{index}",
+            prompt_token_ids=prompt,
+            sampling=SamplingSpec(max_tokens=max_tokens),
+        )
+        for index, (prompt, max_tokens) in enumerate(prompts)
+    ]
+    changed = SamplingSpec(
+        max_tokens=7,
+        temperature=1.0,
+        seed=41471,
+        prompt_logprobs=1,
+        repetition_penalty=1.5,
+        frequency_penalty=0.7,
+        logit_bias=((53, 5.0),),
+        logits_processors=("no_repeated_bigram",),
+    )
+    requests[-1] = msgspec.structs.replace(requests[-1], sampling=changed)
+    drafts = {"method": "scripted", "num_speculative_tokens": 2, "acceptance_rate": 1.0}
+    settings = EngineSettings(
+        num_blocks=55,
+        block_size=1,
+        async_scheduling=2,
+        max_num_batched_tokens=16,
+        max_num_seqs=256,
+        speculative_config=drafts,
+        enable_prefix_caching=False,
+    )
+    record = run_trial(
+        Trial(engine="embedded", settings=settings, workload=Workload(requests=requests)), ADAPTER
+    )
+    assert run_checks(record, ["work"]).findings == ()
