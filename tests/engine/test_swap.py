@@ -381,3 +381,14 @@ def test_every_rank_swaps_copies_and_forks(seed: int) -> None:
         trial = draw_trial(rng)
     trial.options["tensor_parallel_size"] = 2
     run_trial(trial)
+
+
+def test_who_is_too_large_for_the_host_takes_nothing_from_those_behind_it() -> None:
+    """Of four that are to be swapped out in turn, with room for three blocks."""
+    with engine(swap_space_blocks=3, max_num_batched_tokens=64) as llm:
+        for length in (14, 15, 10, 5):
+            llm.add_request([length] * length, params())
+        llm.step()
+        swapper, running = llm.scheduler.residency.swapper, llm.scheduler.running
+        assert list(swapper.can_swap_out_in_turn(running)) == [False, False, True, False]
+        assert list(swapper.can_swap_out_in_turn(reversed(running))) == [True, False, False, False]

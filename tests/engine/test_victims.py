@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from preempt_engine import LLM, SamplingParams
+from preempt_engine.victims import _growth_meanwhile
 
 
 def test_who_needs_more_than_others_can_give_up_waits_with_its_blocks() -> None:
@@ -45,3 +46,14 @@ def test_as_many_go_as_are_needed_and_nobody_if_all_are_too_few(
         assert llm.counters.num_preemptions == victims
         assert len(llm.scheduler.running) == 1 + num_others - victims
         llm.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("num_free", "growth"),
+    [(0, [2, 1, 1, 1]), (1, [2, 2, 1, 1]), (2, [3, 1, 1, 1]), (4, [3, 2, 1, 2])],
+)
+def test_who_finds_no_block_does_not_get_on_and_leaves_what_there_is(
+    num_free: int, growth: list[int]
+) -> None:
+    """Until a victim's blocks are copied; of four that need 2, 1, 0 and 1 blocks now."""
+    assert _growth_meanwhile([2, 1, 0, 1], [3, 2, 1, 2], num_free) == growth
