@@ -104,7 +104,7 @@ TARGETS = {
         ("tests/harness/test_checks_work.py", *_CHECK_TESTS),
     ),
     "progress": Target(
-        _checks("progress", "_progress_queue"),
+        _checks("progress", "_progress_queue", "_conditions"),
         (
             "tests/harness/test_check_bounds.py",
             "tests/harness/test_checks_progress.py",

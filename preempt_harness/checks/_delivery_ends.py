@@ -22,6 +22,7 @@ def was_aborted(reference: RequestResult) -> bool:
 def judge_length(
     seq: str, header: Header, spec: RequestSpec, output: SequenceOutput, listing: Listing
 ) -> None:
+    """No longer than model, pool and workload allow, and no shorter than it asked for."""
     length = len(output.token_ids)
     most = header.max_total_tokens
     if most is not None and length and spec.num_prompt_tokens + length > most:

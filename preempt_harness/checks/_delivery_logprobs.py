@@ -15,6 +15,7 @@ from preempt_harness.workload import RequestSpec
 
 
 def judge_logprobs(seq: str, spec: RequestSpec, output: SequenceOutput, listing: Listing) -> None:
+    """One entry a token, with the token in it, and their sum where an engine tells one."""
     if spec.sampling.logprobs is None:
         return
     entries = output.logprobs or []

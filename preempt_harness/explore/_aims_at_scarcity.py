@@ -107,7 +107,7 @@ def all_out(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aime
     size = settings.block_size
     if protocol.PREFIX_CACHING in adapter.capabilities and source.random() < 0.5:
         settings = msgspec.structs.replace(settings, enable_prefix_caching=True)
-        workload = _begun_alike(source, workload, size)
+        workload = _with_one_beginning(source, workload, size)
     step = source.randint(2, 2 + horizon(workload) // 2)
     requests, blocks = [], []
     for request in workload.requests:
@@ -160,7 +160,7 @@ def at_once(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aime
     may_branch = {protocol.PARALLEL_SAMPLING, protocol.SAMPLING} <= adapter.capabilities
     modes: list[Mode] = [mode for mode in ("swap", "recompute") if mode in adapter.capabilities]
     source.shuffle(modes)
-    in_turn = cycle(modes[: source.choice((1, 2, 2, 2))])
+    in_turn = cycle(modes[: source.choice((1, 2, 2, 2))])  # of no mode there is no turn
     changed, actions, in_use = [], [], len(text) // size
     for index, request in enumerate(requests):
         sampling = SamplingSpec(max_tokens=step + source.randint(1, 2 * size))
@@ -283,7 +283,7 @@ def urgent(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed
     )
 
 
-def _begun_alike(source: random.Random, workload: Workload, block_size: int) -> Workload:
+def _with_one_beginning(source: random.Random, workload: Workload, block_size: int) -> Workload:
     """Most begin with the first one's prompt, or with some blocks of it."""
     text = workload.requests[0].prompt_token_ids
     requests = []

@@ -176,23 +176,23 @@ def alike_below(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> 
     text = _long_text(source, requests, source.randint(2, 5) * size)
     changed, in_use = [], len(text) // size
     for index, request in enumerate(requests):
-        keeps, is_calm = index < num_keepers, index < num_keepers + num_calm
+        keeps, comes_first = index < num_keepers, index < num_keepers + num_calm
         prompt = request.prompt_token_ids
         if not keeps:
-            own = source.randint(0, 1) if is_calm else source.randint(1, 3 * size)
+            own = source.randint(0, 1) if comes_first else source.randint(1, 3 * size)
             prompt = [*text, *prompt[:own]]
-        arrival = source.randint(0, step - 1) if is_calm else step + source.randint(0, size)
+        arrival = source.randint(0, step - 1) if comes_first else step + source.randint(0, size)
         if keeps:
             arrival = 0
-        if is_calm:
+        if comes_first:
             in_use += (step - arrival) // size + 1 + (len(prompt) // size if keeps else 0)
-        length = (step if is_calm else 0) + source.randint(1, 3 * size)
+        length = (step if comes_first else 0) + source.randint(1, 3 * size)
         changed.append(
             msgspec.structs.replace(
                 request,
                 prompt_token_ids=prompt,
                 arrival_step=arrival,
-                priority=source.randint(1, 2) if is_calm and not keeps else 0,
+                priority=source.randint(1, 2) if comes_first and not keeps else 0,
                 sampling=SamplingSpec(max_tokens=length),
             )
         )

@@ -178,8 +178,8 @@ FAULTS = (
     ),
     Fault(
         name="drafts-ahead-pay-for-what-is-computed",
-        mechanism="what is left of the token budget for drafts is counted without the tokens that "
-        "came before those of the step: long texts get none",
+        mechanism="what is left of the token budget for drafts is counted as if a step computed "
+        "all that its sequences have: long texts get none",
         source="mechanism",
         expected=("WORK",),
         patches=(

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from preempt_harness.checks import Finding, run_checks
 from preempt_harness.record import (
     Aborted,
     Arrived,
@@ -525,3 +526,13 @@ def baseline_for(workload: Workload) -> Baseline:
 def run_fake(workload: Workload, **config: object) -> TrialRecord:
     """The record of one run; keyword arguments are `FakeConfig`'s."""
     return FakeEngine(workload, FakeConfig(**config)).run()  # type: ignore[arg-type]
+
+
+def work_findings(record: TrialRecord, part: str) -> list[Finding]:
+    """What one part of check "work" finds in a record."""
+    return [
+        finding
+        for result in run_checks(record, ["work"]).of("work")
+        if result.part == part
+        for finding in result.findings
+    ]

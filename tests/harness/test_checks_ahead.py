@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from fake_engine import run_fake
+from fake_engine import run_fake, work_findings
 from fake_trials import make_workload
 
-from preempt_harness.checks import Code, Finding, run_checks
+from preempt_harness.checks import Code, Finding
 from preempt_harness.record import (
     Arrived,
     BlocksAllocated,
@@ -46,12 +46,7 @@ def judged(
         config={"max_num_batched_tokens": 8, "max_num_seqs": 4, "async_scheduling": 1, **config},
     )
     record.events = list(events)
-    return [
-        finding
-        for result in run_checks(record, ["work"]).of("work")
-        if result.part == "ahead"
-        for finding in result.findings
-    ]
+    return work_findings(record, "ahead")
 
 
 def row(step: int, seq: str, end: int, *, gives: bool = True) -> list[Event]:

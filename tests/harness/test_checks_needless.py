@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from fake_engine import run_fake
+from fake_engine import run_fake, work_findings
 from fake_trials import make_workload
 
-from preempt_harness.checks import Code, Finding, run_checks
+from preempt_harness.checks import Code, Finding
 from preempt_harness.record import (
     BlocksAllocated,
     BlocksFreed,
@@ -46,12 +46,7 @@ def judged(*events: Event, **config: object) -> list[Finding]:
     record = run_fake(make_workload([4, 4, 6], max_tokens=4))
     record.header = replace(record.header, block_size=2, num_blocks=8, config=config)
     record.events = [*THREE, *events, StepLaunched(1), PoolCounts(1, 8, 0, 0, 8, 0)]
-    return [
-        finding
-        for result in run_checks(record, ["work"]).of("work")
-        if result.part == "needless victims"
-        for finding in result.findings
-    ]
+    return work_findings(record, "needless victims")
 
 
 def test_who_would_have_fit_beside_the_others_is_found() -> None:

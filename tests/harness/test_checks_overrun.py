@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import msgspec
-from fake_engine import run_fake
+from fake_engine import run_fake, work_findings
 from fake_trials import make_workload
 
-from preempt_harness.checks import Code, Finding, run_checks
+from preempt_harness.checks import Code, Finding
 from preempt_harness.record import Scheduled
 
 replace = msgspec.structs.replace
@@ -17,12 +17,7 @@ def judged(end: int, **config: object) -> list[Finding]:
     record = run_fake(make_workload([6, 9], max_tokens=4))
     record.header = replace(record.header, config=config)
     record.events = [Scheduled(0, "r0.0", 0, 6), Scheduled(1, "r0.0", 6, end)]
-    return [
-        finding
-        for result in run_checks(record, ["work"]).of("work")
-        if result.part == "overrun"
-        for finding in result.findings
-    ]
+    return work_findings(record, "overrun")
 
 
 def test_the_last_token_is_never_an_input() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import msgspec
-from fake_engine import run_fake
+from fake_engine import run_fake, work_findings
 from fake_trials import make_workload
 
-from preempt_harness.checks import Code, Finding, run_checks
+from preempt_harness.checks import Code, Finding
 from preempt_harness.record import (
     Arrived,
     BlocksAllocated,
@@ -41,12 +41,7 @@ def judged(
         config={"max_num_batched_tokens": 8, "max_num_seqs": 4, **config},
     )
     record.events = list(events)
-    return [
-        finding
-        for result in run_checks(record, ["work"]).of("work")
-        if result.part == "standstill"
-        for finding in result.findings
-    ]
+    return work_findings(record, "standstill")
 
 
 def pool(step: int, held: int = 0) -> PoolCounts:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from fake_engine import run_fake
+from fake_engine import run_fake, work_findings
 
-from preempt_harness.checks import Code, Finding, run_checks
+from preempt_harness.checks import Code, Finding
 from preempt_harness.record import (
     Arrived,
     BlocksAllocated,
@@ -53,12 +53,7 @@ def judged(
         },
     )
     record.events = list(events)
-    return [
-        finding
-        for result in run_checks(record, ["work"]).of("work")
-        if result.part == "withheld drafts"
-        for finding in result.findings
-    ]
+    return work_findings(record, "withheld drafts")
 
 
 def pool(step: int, held: int = 0) -> PoolCounts:
