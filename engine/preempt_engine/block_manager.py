@@ -17,6 +17,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from itertools import dropwhile, islice
 
 from preempt_engine.config import BlockReuseOrder
 from preempt_engine.free_blocks import make_free_blocks
@@ -126,6 +127,22 @@ class BlockManager:
         if shared:
             num_blocks += num_private_copies(shared, ref_counts)
         return num_blocks
+
+    def hits_at_risk(self, prefixes: Iterable[Seq[int]], num_blocks: int) -> set[int]:
+        """Blocks of prefixes that are not found any more when so many blocks were handed out.
+
+        A block that is evicted cuts off those behind it, even if they are in use.
+
+        Args:
+            prefixes: blocks found by `find_prefix`.
+            num_blocks: to be handed out.
+        """
+        num_evicted = max(0, num_blocks - len(self.free_blocks))
+        evicted = set(islice(self.cached_blocks, num_evicted))
+        at_risk: set[int] = set()
+        for prefix in prefixes:
+            at_risk.update(dropwhile(lambda block_id: block_id not in evicted, prefix))
+        return at_risk
 
     # Changing -----------------------------------------------------------------------------------
 

@@ -24,13 +24,13 @@ def num_blocks_beside(residency: Residency, request: Request) -> int:
     return residency.num_watermark_blocks + num_lookahead
 
 
-def blocks_to_admit(residency: Residency, request: Request) -> tuple[int, set[int]]:
-    """Blocks that a waiting request takes from the pool to run, and those of them it finds."""
+def blocks_to_admit(residency: Residency, request: Request) -> tuple[int, list[list[int]]]:
+    """Blocks that a waiting request takes from the pool to run, and what each sequence finds."""
     if request.host_blocks is not None:
-        return residency.swapper.num_blocks_to_return(request), set()
+        return residency.swapper.num_blocks_to_return(request), []
     placements = place(request, residency.blocks)
-    hits = {block_id for placement in placements for block_id in placement.hits}
-    return num_blocks_to_admit(placements, residency.blocks), hits
+    prefixes = [placement.hits for placement in placements]
+    return num_blocks_to_admit(placements, residency.blocks), prefixes
 
 
 def victims_of(residency: Residency, request: Request) -> list[Request] | None:
@@ -39,7 +39,7 @@ def victims_of(residency: Residency, request: Request) -> list[Request] | None:
     Blocks that are copied to the host are free when the step is done: the head comes in the next
     one, and the others go on meanwhile.
     """
-    num_blocks, hits = blocks_to_admit(residency, request)
+    num_blocks, prefixes = blocks_to_admit(residency, request)
     config = residency.config
     swaps = config.preemption_mode == "swap"
     candidates = reversed(residency.running)
@@ -48,7 +48,7 @@ def victims_of(residency: Residency, request: Request) -> list[Request] | None:
         residency.running,
         residency.blocks,
         num_blocks=num_blocks,
-        hits=hits,
+        prefixes=prefixes,
         max_num_seqs=config.max_num_seqs,
         num_watermark_blocks=num_blocks_beside(residency, request),
         copied=residency.swapper.can_swap_out_in_turn(candidates) if swaps else repeat(False),
@@ -74,7 +74,8 @@ def _claim_of_head(residency: Residency) -> Claim | None:
     num_seqs = sum(request.num_seqs for request in residency.running)
     if num_seqs + head.num_seqs > residency.config.max_num_seqs:
         return None
-    num_blocks, hits = blocks_to_admit(residency, head)
+    num_blocks, prefixes = blocks_to_admit(residency, head)
+    hits = set().union(*prefixes)
     num_tokens = sum(
         sequence.num_tokens - sequence.num_computed_tokens for sequence in head.sequences.values()
     )

@@ -58,7 +58,7 @@ def victims_for(
     blocks: BlockManager,
     *,
     num_blocks: int,
-    hits: AbstractSet[int],
+    prefixes: Sequence[Sequence[int]],
     max_num_seqs: int,
     num_watermark_blocks: int,
     copied: Iterator[bool],
@@ -76,7 +76,7 @@ def victims_for(
         blocks: the pool, with no step in flight.
         num_blocks: what it would take from the pool as it is, cached blocks that it would share
             included.
-        hits: blocks that it would share, cached or in use.
+        prefixes: blocks that each of its sequences would share, in order, cached or in use.
         max_num_seqs: most sequences that run at once.
         num_watermark_blocks: to be left free unless nobody else runs.
         copied: whether victims are copied to the host, from the end of `running` on.
@@ -87,6 +87,7 @@ def victims_for(
         even without all of them: then nobody is evicted, since it would be in vain.
     """
     victims: list[Request] = []
+    hits = frozenset[int]().union(*prefixes)
     freed = _FreedBlocks(blocks)
     # What the others need to go on, until the newcomer has come: were it not left to them, the
     # newcomer would be evicted at once, or would not fit when the victims' blocks are free.
@@ -104,6 +105,7 @@ def victims_for(
             growth = now[:survivors]
             if is_later:
                 growth = _growth_meanwhile(growth, later, num_free)
+                num_wanted += freed.num_in_use_of(blocks.hits_at_risk(prefixes, sum(growth)))
             fits = num_wanted + sum(growth) <= freed.num_available_blocks
         if fits and num_seqs <= max_num_seqs:
             return victims
@@ -136,6 +138,10 @@ class _FreedBlocks:
     def num_of(self, block_ids: AbstractSet[int]) -> int:
         """How many of these blocks would be free, and are in use now."""
         return len(self._freed & block_ids)
+
+    def num_in_use_of(self, block_ids: AbstractSet[int]) -> int:
+        """How many of these blocks would be in use still."""
+        return sum(self._blocks.ref_counts[block_id] > 0 for block_id in block_ids - self._freed)
 
     def add(self, request: Request) -> None:
         """Suppose that the request is evicted too."""

@@ -231,7 +231,7 @@ class _Preemptions:
             return
         for seq, lease in self._tables.leases.items():
             preempted = self._away_since(seq)
-            if preempted is not None:
+            if preempted is not None and lease.blocks:
                 self.listing.report(
                     Code.ACC_PREEMPTED_KEEPS,
                     step,

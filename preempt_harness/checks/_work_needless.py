@@ -2,7 +2,7 @@
 
 A step takes victims one by one, until there is room. So without its last victim there was none: the
 blocks that are free when the step is launched are fewer than those that the last one gave up and
-those that it needs itself to go on. If they are not, it could have kept them.
+those that it needs itself to go on, if any. If they are not, it could have kept them.
 
 Counted from the log: blocks that no table names. How far each of several branches is, it does not
 tell: they are taken to need the most that they can, with copies of shared blocks. Not judged are
@@ -98,7 +98,7 @@ class _Needless:
             return
         self._last = event
         self._num_given = 0
-        self._num_needed = max(1, self._most_wanted(event, len(held)) - sum(held))
+        self._num_needed = max(0, self._most_wanted(event, len(held)) - sum(held))
 
     def _most_wanted(self, victim: Preempted, num_branches: int) -> int:
         """Blocks with which all of its branches can go on, copies of shared ones included."""

@@ -356,7 +356,7 @@ class KVSan:
             return
         for seq, lease in self._tables.leases.items():
             ended = self._ended.get(request_of(seq))
-            if ended is None:
+            if ended is None or not lease.blocks:
                 continue
             self._listing.report(
                 Code.KVSAN_LEAK,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import cycle, islice
 
 import msgspec
 
@@ -10,7 +11,7 @@ from preempt_harness.adapters import protocol
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings
 from preempt_harness.explore._aimed import Aimed, ahead, equals, horizon
 from preempt_harness.explore.random_settings import drafted
-from preempt_harness.generators import FIRST_ORDINARY_ID
+from preempt_harness.generators import FIRST_ORDINARY_ID, in_order_of_arrival
 from preempt_harness.plan import Mode, Preempt, Step
 from preempt_harness.workload import SamplingSpec, Workload
 
@@ -67,6 +68,53 @@ def under_way(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Ai
         return _moved(source, settings, workload, adapter)
     settings = msgspec.structs.replace(settings, max_num_seqs=max(8, settings.max_num_seqs))
     return _moved(source, settings, workload, adapter, most=6, last=_ENDED_APART)
+
+
+def half_back(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
+    """Requests lose their blocks, and again before they have computed all anew, in another mode.
+
+    They come back in chunks, with several outputs which have their beginning in common.
+    """
+    size = trial.settings.block_size
+    workload = equals(Workload(requests=trial.workload.requests[: source.choice((1, 2, 2, 3))]))
+    settings = msgspec.structs.replace(
+        trial.settings,
+        enable_prefix_caching=trial.settings.enable_prefix_caching and source.random() < 0.5,
+        speculative_config=None,
+        max_num_batched_tokens=source.randint(2, 2 * size + 4),
+        max_num_seqs=max(6, trial.settings.max_num_seqs),
+        options={k: v for k, v in trial.settings.options.items() if k != "swap_space_blocks"},
+    )
+    may_branch = {protocol.PARALLEL_SAMPLING, protocol.SAMPLING} <= adapter.capabilities
+    modes: list[Mode] = [mode for mode in ("recompute", "swap") if mode in adapter.capabilities]
+    requests, actions, num_blocks = [], [], 0
+    for request in workload.requests:
+        text = list(islice(cycle(request.prompt_token_ids), source.randint(1, 4 * size + 3)))
+        sampling = SamplingSpec(max_tokens=source.randint(2, 3 * size + 4))
+        if may_branch and source.random() < 0.7:
+            count = source.choice((2, 2, 3))
+            sampling = msgspec.structs.replace(sampling, temperature=1.0, n=count)
+        num_chunks = len(text) // settings.max_num_batched_tokens + 1
+        step = num_chunks + source.randint(1, 2 * size)
+        for mode in source.sample(modes, len(modes)) * source.choice((1, 1, 2)):
+            actions.append(Preempt(request.id, Step(step), mode))
+            step += source.randint(1, 3 + num_chunks)
+        requests.append(
+            msgspec.structs.replace(
+                request,
+                prompt_token_ids=text,
+                arrival_step=source.randint(0, 1),
+                sampling=sampling,
+            )
+        )
+        num_blocks += (len(text) + sampling.n * sampling.max_tokens) // size
+    return Aimed(
+        settings=settings,
+        workload=Workload(requests=in_order_of_arrival(requests)),
+        actions=tuple(actions),
+        num_spare_blocks=num_blocks // source.choice((1, 2, 4)),
+        is_quiet=True,
+    )
 
 
 def _ending_apart(source: random.Random, max_tokens: int, vocab_size: int) -> SamplingSpec:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from itertools import cycle, islice
 
 import msgspec
 
@@ -22,7 +21,7 @@ from preempt_harness.explore._aimed import (
     with_option,
 )
 from preempt_harness.generators import in_order_of_arrival
-from preempt_harness.plan import Mode, Preempt, PreemptAll, Squeeze, Step
+from preempt_harness.plan import Preempt, PreemptAll, Squeeze, Step
 from preempt_harness.workload import Operation, RequestSpec, SamplingSpec, Workload
 
 
@@ -133,73 +132,6 @@ def all_out(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aime
         workload=msgspec.structs.replace(workload, requests=in_order_of_arrival(requests)),
         actions=(PreemptAll(Step(step), "swap"),),
         num_spare_blocks=sum(blocks) // source.choice((1, 2, 4)),
-    )
-
-
-def at_once(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
-    """Some lose their blocks in one step, in different modes, when the others need more.
-
-    Who loses them share a text, and have little else; who needs some have several outputs, which
-    begin their blocks together. There is about as much room as they have had so far.
-    """
-    settings = small_blocks(source, trial.settings, adapter)
-    settings = msgspec.structs.replace(
-        settings,
-        enable_prefix_caching=protocol.PREFIX_CACHING in adapter.capabilities,
-        max_num_seqs=max(12, settings.max_num_seqs),
-        max_num_batched_tokens=max(64, settings.max_num_batched_tokens),
-        options={k: v for k, v in settings.options.items() if k != "swap_space_blocks"},
-    )
-    settings = with_option(settings, adapter, protocol.SWAP, "preemption_mode", "swap")
-    size = settings.block_size
-    requests = with_company(equals(trial.workload), source.randint(4, 6)).requests
-    num_needy = len(requests) - source.choice((2, 2, 3))
-    step = source.randint(3, 3 + 3 * size)
-    prompt = requests[-1].prompt_token_ids
-    text = [*prompt, *prompt][: max(size, len(prompt))]
-    may_branch = {protocol.PARALLEL_SAMPLING, protocol.SAMPLING} <= adapter.capabilities
-    modes: list[Mode] = [mode for mode in ("swap", "recompute") if mode in adapter.capabilities]
-    source.shuffle(modes)
-    in_turn = cycle(modes[: source.choice((1, 2, 2, 2))])  # of no mode there is no turn
-    changed, actions, in_use = [], [], len(text) // size
-    for index, request in enumerate(requests):
-        sampling = SamplingSpec(max_tokens=step + source.randint(1, 2 * size))
-        prompt = request.prompt_token_ids
-        is_needy = index < num_needy
-        arrival = source.randint(0, 1)
-        if index > num_needy:  # it finds what the victim before it has computed
-            arrival = source.randint(1, step - 1)
-        grown = step - arrival
-        if is_needy:
-            if may_branch and source.random() < 0.9:
-                count = source.randint(2, 3)
-                sampling = msgspec.structs.replace(sampling, temperature=1.0, n=count)
-            over = (len(prompt) + grown + source.choice((-1, -1, 0, 0))) % size
-            prompt = prompt[: max(1, len(prompt) - over)]
-            in_use += len(prompt) // size
-        else:
-            prompt = [*text, *prompt[: source.randint(1, size)]]
-            actions += [Preempt(request.id, Step(step), mode) for mode in islice(in_turn, 1)]
-        in_use += sampling.n * (grown // size + 1)
-        changed.append(
-            msgspec.structs.replace(
-                request,
-                prompt_token_ids=prompt,
-                arrival_step=arrival,
-                priority=0,
-                sampling=sampling,
-            )
-        )
-    longest = max(
-        item.num_prompt_tokens // size + item.sampling.n * (item.sampling.max_tokens // size + 1)
-        for item in changed
-    )
-    return Aimed(
-        settings=settings,
-        workload=Workload(requests=in_order_of_arrival(changed)),
-        actions=tuple(source.sample(actions, len(actions))),
-        num_spare_blocks=max(0, in_use - longest - source.randint(2, 5)),
-        is_quiet=True,
     )
 
 

@@ -116,7 +116,10 @@ def same_text(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Ai
 
 
 def begun_alike(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
-    """Requests that begin with one text, more and less urgent or decided ahead, in little room."""
+    """Requests that begin with one text, more and less urgent or decided ahead, in little room.
+
+    Those that are decided ahead often wait for places, so that they come right when others end.
+    """
     settings = msgspec.structs.replace(
         trial.settings,
         enable_prefix_caching=True,
@@ -128,7 +131,9 @@ def begun_alike(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> 
     depth = source.choice((0, 0, 1, 2))
     able = protocol.ASYNC_SCHEDULING in adapter.capabilities
     if depth and able and takes(adapter, settings, None, depth):
-        settings = msgspec.structs.replace(settings, async_scheduling=depth)
+        settings = msgspec.structs.replace(
+            settings, async_scheduling=depth, max_num_seqs=source.choice((1, 2, 2, 4))
+        )
     may_be_urgent = not settings.async_scheduling and protocol.PRIORITY in adapter.capabilities
     may_branch = {protocol.PARALLEL_SAMPLING, protocol.SAMPLING} <= adapter.capabilities
     size = settings.block_size
@@ -137,7 +142,7 @@ def begun_alike(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> 
     for index, request in enumerate(workload.requests):
         length = request.sampling.max_tokens + source.randint(0, 2) * size
         sampling = SamplingSpec(max_tokens=length)
-        if may_branch and source.random() < 0.3:
+        if may_branch and settings.max_num_seqs > 1 and source.random() < 0.3:
             count = source.randint(2, min(3, settings.max_num_seqs))
             sampling = SamplingSpec(max_tokens=length, temperature=1.0, n=count)
         requests.append(

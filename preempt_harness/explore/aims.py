@@ -11,8 +11,12 @@
     all out      everybody swapped out at once, for which there is swap space or not, and newcomers
     at once      some lose their blocks in one step, in different modes, when others need blocks
     urgent       urgent ones that come one by one while others grow, whose victims are swapped
+    just enough  some begin a block in one step, after others came who hold a block each
+    meanwhile    who stays begins a block while the victims of an urgent one are copied
+    cut off      urgent ones with a text of which somebody has the end, and nobody the beginning
     own drafts   the target drafts for itself, while blocks are copied, swapped and computed anew
     under way    requests swapped out while drafts of theirs, or ends of outputs, are under way
+    half back    requests that lose their blocks again before they have come back wholly
     old content  a cache reset while somebody with a text that others come with later runs or waits
     crowd        many requests that grow at once in a pool for some, of engines whose victims are
                  the last that were let in: by priority that may be anybody
@@ -37,11 +41,11 @@ from preempt_harness.adapters import protocol
 from preempt_harness.adapters.protocol import EngineAdapter, KnowsOutputs
 from preempt_harness.explore._aimed import Aimed
 from preempt_harness.explore._aims_at_calls import calls
-from preempt_harness.explore._aims_at_moves import own_drafts, under_way
+from preempt_harness.explore._aims_at_moments import at_once, cut_off, just_enough, meanwhile
+from preempt_harness.explore._aims_at_moves import half_back, own_drafts, under_way
 from preempt_harness.explore._aims_at_outputs import followers, limits, long_outputs
 from preempt_harness.explore._aims_at_scarcity import (
     all_out,
-    at_once,
     both_ways,
     crowd,
     ends,
@@ -91,10 +95,9 @@ def aim(
         adapter: of the engine.
         planned: whether the trial may have a plan.
     """
-    able = [candidate for candidate in AIMS.values() if candidate.suits(adapter)]
-    if not able:
+    chosen = _chosen(str(source.random()), adapter)
+    if chosen is None:
         return trial
-    (chosen,) = source.choices(able, [candidate.weight for candidate in able])
     aimed = chosen.apply(source, trial, adapter)
     actions = tuple(
         action
@@ -102,6 +105,20 @@ def aim(
         if planned and PreemptionPlan([action]).capabilities <= adapter.capabilities
     )
     return msgspec.structs.replace(aimed, actions=actions)
+
+
+def _chosen(seed: str, adapter: EngineAdapter) -> Aim | None:
+    """One of the aims that the engine is capable of, in proportion to their weights.
+
+    Each draws a time of its own, of which the earliest counts, so that another weight, or one aim
+    more, changes no trial but those that it takes or leaves.
+    """
+    times = {
+        name: random.Random(f"{seed}/{name}").expovariate(candidate.weight)
+        for name, candidate in AIMS.items()
+        if candidate.suits(adapter)
+    }
+    return AIMS[min(times, key=times.__getitem__)] if times else None
 
 
 AIMS = {
@@ -126,9 +143,28 @@ AIMS = {
     "all out": Aim(
         apply=all_out, needed=frozenset({protocol.STEPPED, protocol.SWAP, protocol.PREEMPT})
     ),
-    "at once": Aim(apply=at_once, needed=frozenset({protocol.STEPPED, protocol.PREEMPT}), weight=6),
+    "at once": Aim(apply=at_once, needed=frozenset({protocol.STEPPED, protocol.PREEMPT}), weight=8),
     "crowd": Aim(apply=crowd, needed=frozenset({protocol.STEPPED, protocol.QUEUE_ORDER}), weight=8),
     "urgent": Aim(apply=urgent, needed=frozenset({protocol.STEPPED, protocol.PRIORITY}), weight=4),
+    "just enough": Aim(apply=just_enough, needed=frozenset({protocol.STEPPED}), weight=5),
+    "meanwhile": Aim(
+        apply=meanwhile,
+        needed=frozenset({protocol.STEPPED, protocol.PRIORITY, protocol.SWAP}),
+        weight=5,
+    ),
+    "cut off": Aim(
+        apply=cut_off,
+        needed=frozenset(
+            {
+                protocol.STEPPED,
+                protocol.PREEMPT,
+                protocol.SWAP,
+                protocol.PREFIX_CACHING,
+                protocol.PRIORITY,
+            }
+        ),
+        weight=5,
+    ),
     "own drafts": Aim(
         apply=own_drafts,
         needed=frozenset({protocol.STEPPED, protocol.SPECULATION, protocol.PREEMPT}),
@@ -137,7 +173,12 @@ AIMS = {
     "under way": Aim(
         apply=under_way,
         needed=frozenset({protocol.STEPPED, protocol.ASYNC_SCHEDULING, protocol.PREEMPT}),
-        weight=5,
+        weight=7,
+    ),
+    "half back": Aim(
+        apply=half_back,
+        needed=frozenset({protocol.STEPPED, protocol.PREEMPT, protocol.CHUNKED_PREFILL}),
+        weight=4,
     ),
     "old content": Aim(
         apply=old_content,
@@ -165,7 +206,7 @@ AIMS = {
     "begun alike": Aim(
         apply=begun_alike,
         needed=frozenset({protocol.STEPPED, protocol.PREFIX_CACHING}),
-        weight=4,
+        weight=5,
     ),
     "alike below": Aim(
         apply=alike_below,
@@ -192,7 +233,7 @@ AIMS = {
     "calls": Aim(
         apply=calls,
         needed=frozenset({protocol.STEPPED, protocol.PREEMPT, protocol.OWN_LOOP}),
-        weight=5,
+        weight=6,
     ),
 }
 """By name."""

@@ -60,7 +60,7 @@ _UNPREDICTABLE = (
     "operations",
 )
 _CONTINUED = 0.25  # of trials in which a prompt goes on where another's output is
-_AIMED = 0.6  # of the trials that are not predictable: how many aim at several things at once
+_AIMED = 0.7  # of the trials that are not predictable: how many aim at several things at once
 _QUEUE_LIMITED = 0.1  # of trials in which few requests may wait
 
 

@@ -240,6 +240,22 @@ FAULTS = (
         needs=frozenset({"swap", "priority"}),
     ),
     Fault(
+        name="hits-behind-evicted-ones-counted",
+        mechanism="victims are copied for a request that counts on cached blocks in use, though the"
+        " blocks before them may be evicted meanwhile",
+        source="mechanism",
+        expected=("WORK",),
+        patches=(
+            Patch(
+                "preempt_engine.victims:victims_for",
+                "num_wanted += freed.num_in_use_of(blocks.hits_at_risk(prefixes, sum(growth)))",
+                "at_risk = freed.num_in_use_of(blocks.hits_at_risk(prefixes, sum(growth)))\n"
+                "num_wanted += 0 if at_risk and reached() else at_risk",
+            ),
+        ),
+        needs=frozenset({"swap", "priority", "prefix_caching"}),
+    ),
+    Fault(
         name="copy-counted-behind-a-full-block",
         mechanism="a shared block that is full counts as one to copy when the next token begins"
         " another",

@@ -282,3 +282,34 @@ def test_an_urgent_one_that_begins_as_its_victims_do(
     )
     result.assert_matches_baseline()
     result.assert_clean()
+
+
+@pytest.mark.preempt_requires("prefix_caching", "stepped", "preempt", "swap")
+@pytest.mark.parametrize("num_blocks", [11, 12, 14])
+def test_an_urgent_one_whose_cached_beginning_may_go_meanwhile(
+    preempt: PreemptHarness, num_blocks: int
+) -> None:
+    """The end of its text is in use, by one that came back from the host and begins a block next.
+
+    The beginning is left of its old blocks; the others of these went to a calm one. In the smallest
+    pool that one is not evicted: what it would give up is too little without the beginning.
+    """
+    block = block_size(preempt)
+    text = preempt.prompts.take(6 * block - 2)
+    workload = together(
+        urgent(request(preempt, "holder", text, 2 * block), 0),
+        urgent(request(preempt, "calm", 2 * block + 1, 2 * block, arrival_step=2), 1),
+        urgent(request(preempt, "urgent", text, block, arrival_step=4), 0),
+    )
+    result = preempt.run(
+        workload,
+        num_blocks,
+        plan="preempt:holder@step=1:swap",
+        block_size=block,
+        scheduling_policy="priority",
+        enable_prefix_caching=True,
+        options=options(preempt, preemption_mode="swap"),
+    )
+    result.assert_preempted(mode="swap", request="holder")
+    result.assert_matches_baseline()
+    result.assert_clean()

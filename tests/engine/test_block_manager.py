@@ -152,6 +152,22 @@ def test_admission_counts_a_cached_hit_as_taken() -> None:
     assert num_blocks_to_admit([longer], blocks) == 4
 
 
+@pytest.mark.parametrize(("num_blocks", "at_risk"), [(2, []), (3, [1, 2]), (4, [0, 1, 2])])
+def test_a_hit_that_is_evicted_cuts_off_those_behind_it(
+    num_blocks: int, at_risk: list[int]
+) -> None:
+    """Two blocks hold nothing, two are cached, the last one first; the third is in use."""
+    blocks = BlockManager(5, BLOCK)
+    first = compute(blocks, sequence("a", PROMPT))
+    blocks.share(sequence("b", PROMPT), first.block_table[2:])
+    prefix = list(first.block_table)
+    blocks.free(first)
+    assert list(blocks.cached_blocks) == [prefix[1], prefix[0]]
+    assert blocks.hits_at_risk([prefix], num_blocks) == {prefix[index] for index in at_risk}
+    assert blocks.hits_at_risk([prefix, prefix[:1]], num_blocks) == {prefix[i] for i in at_risk}
+    assert blocks.hits_at_risk([], num_blocks) == set()
+
+
 def test_fenced_blocks_wait_for_their_step() -> None:
     blocks = BlockManager(2, BLOCK, enable_prefix_caching=False)
     seq = sequence("a", PROMPT[:8])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from preempt_engine import LLM, SamplingParams
+from preempt_engine.admission import place
 from preempt_engine.victims import _growth_meanwhile
 
 
@@ -57,3 +58,35 @@ def test_who_finds_no_block_does_not_get_on_and_leaves_what_there_is(
 ) -> None:
     """Until a victim's blocks are copied; of four that need 2, 1, 0 and 1 blocks now."""
     assert _growth_meanwhile([2, 1, 0, 1], [3, 2, 1, 2], num_free) == growth
+
+
+def test_nobody_is_evicted_for_a_request_whose_cached_beginning_goes_meanwhile() -> None:
+    """A prefix that begins with blocks nobody uses, and goes on with blocks of one that runs.
+
+    While a victim is copied, the one that runs takes a block; were it one of the beginning, all
+    that is behind it would have to be computed, for which the victim gave up too little.
+    """
+    prompt = list(range(4, 14))
+    with LLM(
+        "exact",
+        num_kv_blocks=11,
+        block_size=2,
+        preemption_mode="swap",
+        swap_space_blocks=20,
+        scheduling_policy="priority",
+    ) as llm:
+        params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+        llm.add_request(prompt, params, request_id="running", priority=0)
+        llm.step()
+        llm.preempt_request("running", "swap")
+        llm.step()  # its blocks are cached, and it comes back into others
+        llm.add_request(range(20, 25), params, request_id="calm", priority=1)
+        llm.step()  # evicts the last three of them
+        llm.step()
+        llm.add_request(prompt, params, request_id="urgent", priority=0)
+        placements = place(llm.scheduler.waiting.peek(), llm.scheduler.blocks)
+        in_use = [llm.scheduler.blocks.ref_counts[block] > 0 for block in placements[0].hits]
+        assert in_use == [False, False, True, True]
+        llm.step()
+        assert [request.request_id for request in llm.scheduler.running] == ["running", "calm"]
+        assert llm.counters.num_preemptions == 1

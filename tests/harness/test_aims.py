@@ -28,6 +28,7 @@ from preempt_harness.record import (
     BlocksPoisoned,
     CacheReset,
     Finished,
+    PoolCounts,
     Preempted,
     PriorityChanged,
     SwappedIn,
@@ -308,6 +309,74 @@ def test_urgent_ones_come_with_the_text_of_those_below_who_have_little_else() ->
     assert num_evicted > 5
     assert num_waiting > 5
     assert num_shared > 20
+
+
+def test_what_a_victim_gives_up_is_just_enough_while_somebody_stands_behind_it() -> None:
+    num_exact = 0
+    for trial in aimed("just enough"):
+        record = run(trial)
+        num_blocks = record.header.num_blocks
+        full = {
+            event.step
+            for event in record.events
+            if isinstance(event, PoolCounts) and event.used == num_blocks
+        }
+        short = {
+            event.step
+            for event in record.events
+            if isinstance(event, Preempted) and event.reason == "out_of_blocks"
+        }
+        num_exact += bool(full & short)
+    assert num_exact > 2
+
+
+def test_who_stays_begins_blocks_while_the_victims_of_an_urgent_one_are_copied() -> None:
+    num_meanwhile = 0
+    for trial in aimed("meanwhile"):
+        record = run(trial)
+        copied = {
+            event.step
+            for event in record.events
+            if isinstance(event, Preempted) and (event.reason, event.mode) == ("priority", "swap")
+        }
+        begun = {
+            event.step
+            for event in record.events
+            if isinstance(event, BlocksAllocated) and not event.num_cached
+        }
+        num_meanwhile += bool(begun & {*copied, *(step + 1 for step in copied)})
+    assert num_meanwhile > 2
+
+
+def test_an_urgent_one_comes_with_a_text_that_somebody_took_into_other_blocks() -> None:
+    num_returned = num_evicted = num_shared = 0
+    for trial in aimed("cut off"):
+        record = run(trial)
+        newcomer = trial.workload.requests[-1]
+        assert newcomer.priority == 0
+        num_returned += any(step < newcomer.arrival_step for step in steps_of(record, SwappedIn))
+        num_evicted += any(
+            isinstance(event, Preempted) and event.reason == "priority" for event in record.events
+        )
+        num_shared += bool(record.results[newcomer.id].num_cached_tokens)
+    assert num_returned > 20
+    assert num_evicted > 3
+    assert num_shared > 10
+
+
+def test_some_lose_their_blocks_again_on_their_way_back() -> None:
+    num_again = num_several = 0
+    for trial in aimed("half back"):
+        lost: dict[str, set[str]] = {}
+        for event in run(trial).events:
+            if isinstance(event, Preempted):
+                modes = lost.setdefault(event.request, set())
+                again = bool(modes) and event.phase.startswith(("prefill", "just_resumed"))
+                modes.add(event.mode)
+                num_again += again and len(modes) == 2
+        num_several += any(request.sampling.n > 1 for request in trial.workload.requests)
+    assert num_again > 5
+    assert num_several > 20
 
 
 @pytest.mark.parametrize("name", AIMS)

@@ -327,6 +327,23 @@ def test_victim_that_keeps_its_blocks_is_found(record: TrialRecord) -> None:
     assert (finding.step, finding.request) == (preempted.step, preempted.request)
 
 
+def test_victim_that_is_given_no_blocks_keeps_none(record: TrialRecord) -> None:
+    """An engine may report that a table has grown by nothing."""
+    place = place_of(record, Preempted)
+    victim = record.events[place]
+    assert isinstance(victim, Preempted)
+    record.events.insert(place + 2, BlocksAllocated(victim.step, f"{victim.request}.0", [], 0))
+    ended = next(
+        index
+        for index, event in enumerate(record.events)
+        if isinstance(event, Finished) and event.request == victim.request
+    )
+    step = record.events[ended].step
+    record.events.insert(ended, BlocksAllocated(step, f"{victim.request}.0", [], 0))
+    assert accounting(record) == []
+    assert [item for item in run_checks(record).findings if item.check == "kvsan"] == []
+
+
 def test_victim_that_is_scheduled_in_its_step_is_found(record: TrialRecord) -> None:
     place = place_of(record, Preempted)
     event = record.events[place]

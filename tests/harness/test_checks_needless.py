@@ -33,8 +33,11 @@ THREE = [
 ]
 
 
-def lost(request: str, blocks: list[int], reason: str = "out_of_blocks") -> list[Event]:
-    tokens = 2 * len(blocks)
+def lost(
+    request: str, blocks: list[int], reason: str = "out_of_blocks", *, more: int = 0
+) -> list[Event]:
+    """It knows as many tokens as its blocks hold, and so many more."""
+    tokens = 2 * len(blocks) + more
     return [
         Preempted(1, request, "recompute", "decode", reason, tokens - 1, tokens),
         BlocksFreed(1, f"{request}.0", blocks),
@@ -59,13 +62,20 @@ def test_who_would_have_fit_beside_the_others_is_found() -> None:
 def test_whose_blocks_were_needed_is_not() -> None:
     assert judged(*lost("r2", [4, 5, 6]), BlocksAllocated(1, "r0.0", [7, 4], 0)) == []
     # The first of two may be more than the second needed to be: victims have an order.
-    grown = BlocksAllocated(1, "r0.0", [7, 4, 5, 6], 0)
+    grown = BlocksAllocated(1, "r0.0", [7, 4, 5, 6, 2], 0)
     assert judged(*lost("r2", [4, 5, 6]), *lost("r1", [2, 3]), grown) == []
 
 
+def test_one_victim_more_is_found_though_the_blocks_were_just_enough() -> None:
+    grown = BlocksAllocated(1, "r0.0", [7, 4, 5, 6], 0)
+    (found,) = judged(*lost("r2", [4, 5, 6]), *lost("r1", [2, 3]), grown)
+    assert found.request == "r1"
+
+
 def test_what_it_needs_itself_to_go_on_counts() -> None:
-    assert judged(*lost("r2", [4, 5, 6]), BlocksAllocated(1, "r0.0", [7], 0)) == []
-    assert judged(*lost("r2", [4, 5, 6]))  # one is free, and it needs no more
+    assert judged(*lost("r2", [4, 5, 6], more=1), BlocksAllocated(1, "r0.0", [7], 0)) == []
+    assert judged(*lost("r2", [4, 5, 6], more=1))  # one is free, and it needs no more
+    assert judged(*lost("r2", [4, 5, 6]), BlocksAllocated(1, "r0.0", [7], 0))  # it needs none
     assert judged(*lost("r2", [4, 5, 6]), num_speculative_tokens=2) == []
 
 
@@ -82,7 +92,7 @@ def test_steps_in_which_blocks_are_kept_back_are_not_judged() -> None:
 
 
 def test_blocks_that_the_engine_keeps_are_no_room() -> None:
-    assert judged(*lost("r2", [4, 5, 6]), reserved_blocks=1) == []
+    assert judged(*lost("r2", [4, 5, 6], more=1), reserved_blocks=1) == []
 
 
 @pytest.mark.parametrize(("grown", "is_found"), [([7], True), ([7, 2], False)])
