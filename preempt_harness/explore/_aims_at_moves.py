@@ -13,7 +13,7 @@ from preempt_harness.explore._aimed import Aimed, ahead, equals, horizon
 from preempt_harness.explore.random_settings import drafted
 from preempt_harness.generators import FIRST_ORDINARY_ID, in_order_of_arrival
 from preempt_harness.plan import Mode, Preempt, Step
-from preempt_harness.workload import SamplingSpec, Workload
+from preempt_harness.workload import BeamSpec, SamplingSpec, Workload
 
 _ENDING_APART = {protocol.PARALLEL_SAMPLING, protocol.SAMPLING, protocol.STOP_TOKENS}
 _ENDED_APART = 12  # by this step most of their outputs have ended
@@ -62,6 +62,9 @@ def under_way(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Ai
             if protocol.MIN_TOKENS in adapter.capabilities and source.random() < 0.5:
                 least = source.randint(1, sampling.max_tokens)
                 sampling = msgspec.structs.replace(sampling, min_tokens=least)
+        elif protocol.BEAM_SEARCH in adapter.capabilities and source.random() < 0.2:
+            beam = BeamSpec(num_beams=source.randint(2, 3))
+            sampling = SamplingSpec(max_tokens=sampling.max_tokens, beam=beam)
         requests.append(msgspec.structs.replace(request, sampling=sampling))
     workload = equals(Workload(requests=requests))
     if not ends_apart:

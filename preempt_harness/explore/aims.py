@@ -134,7 +134,7 @@ AIMS = {
         at_outputs=True,
     ),
     "ends": Aim(apply=ends, needed=frozenset({protocol.STEPPED})),
-    "want": Aim(apply=want, needed=frozenset({protocol.STEPPED, protocol.HOLD_BLOCKS})),
+    "want": Aim(apply=want, needed=frozenset({protocol.STEPPED, protocol.HOLD_BLOCKS}), weight=4),
     "both ways": Aim(
         apply=both_ways,
         needed=frozenset({protocol.STEPPED, protocol.SWAP, protocol.PREEMPT}),
