@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from preempt_harness.checks._conditions import steps_ahead, steps_with_held_blocks
 from preempt_harness.checks.finding import CheckResult, Code, Listing, request_of
+from preempt_harness.checks.steady import IdleSteps, SteadySteps
 from preempt_harness.checks.tables import TABLE_EVENTS, SchedulerTables, TableEvent
 from preempt_harness.checks.trace import Trace
 from preempt_harness.record import (
@@ -37,9 +38,18 @@ def check_needless(trace: Trace) -> CheckResult:
     judge = _Needless(trace)
     if trace.has(Preempted):
         for event in trace.of(
-            *TABLE_EVENTS, Preempted, SwappedIn, SwappedOut, StepLaunched, PoolCounts
+            SteadySteps,
+            IdleSteps,
+            *TABLE_EVENTS,
+            Preempted,
+            SwappedIn,
+            SwappedOut,
+            StepLaunched,
+            PoolCounts,
         ):
-            judge.take(event)
+            if isinstance(event, SteadySteps):  # in the others nobody is preempted
+                judge.take(StepLaunched(event.step))
+            judge.take(event.pool if isinstance(event, SteadySteps | IdleSteps) else event)
     return judge.listing.result("work", "needless victims")
 
 
