@@ -22,6 +22,7 @@ from typing import IO
 
 import msgspec
 
+from preempt_harness.adapters.child_folder import ChildFolder
 from preempt_harness.adapters.protocol import EngineAdapter, EngineSettings, Session, SessionInfo
 from preempt_harness.errors import UnsupportedTrialError
 from preempt_harness.record import AnyEvent, RequestResult, Score, SequenceOutput, TokensDelivered
@@ -103,7 +104,7 @@ class ChildHost:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._log: IO[bytes] | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None  # for its temporary files
+        self._folder: ChildFolder | None = None  # for its temporary files
 
     @property
     def pid(self) -> int | None:
@@ -186,21 +187,18 @@ class ChildHost:
             self._log.close()
             self._log = None
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.remove()
             self._folder = None
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
-        # It is ended by a signal, and cannot tidy up by itself.
-        self._folder = tempfile.TemporaryDirectory(
-            prefix="preempt-harness-engine-", ignore_cleanup_errors=True
-        )
+        self._folder = ChildFolder()
         kind = type(self._adapter)
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "TMPDIR": self._folder.name,
+            "TMPDIR": str(self._folder.path),
         }
         try:
             self._process = subprocess.Popen(

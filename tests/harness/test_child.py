@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from preempt_harness.adapters.child import ChildHost, EngineProcessError
+from preempt_harness.adapters.child_folder import ChildFolder
 from preempt_harness.adapters.protocol import EngineSettings
 from preempt_harness.errors import UnsupportedTrialError
 from preempt_harness.record import (
@@ -288,14 +289,18 @@ session.poll(600.0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a stuck child is not reached")
-def test_a_stuck_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+def test_a_stuck_child_ends_when_its_parent_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is killed leaves its temporary files, until somebody else makes some."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDWR)  # so that neither side waits for the other to open it
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(SOURCE_PATHS),
-        "TMPDIR": str(tmp_path),  # who is killed leaves its temporary files
+        "TMPDIR": str(tmp_path),
     }
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(pipe)], cwd=ROOT, env=environment)
     try:
@@ -304,6 +309,15 @@ def test_a_stuck_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
         parent.kill()
         assert select.select([child], [], [], WAIT_S)[0], "the child has outlived its parent"
         os.close(child)
+        parent.wait()
+        (left,) = tmp_path.glob("preempt-harness-engine-*/")
+        folder = ChildFolder()
+        assert not left.exists()
+        other = ChildFolder()
+        assert folder.path.exists()
+        folder.remove()
+        other.remove()
+        assert list(tmp_path.iterdir()) == [pipe]
     finally:
         parent.kill()
         parent.wait()
