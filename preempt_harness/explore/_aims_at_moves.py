@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import cycle, islice
 
 import msgspec
@@ -13,9 +14,10 @@ from preempt_harness.explore._aimed import Aimed, ahead, equals, horizon
 from preempt_harness.explore.random_settings import drafted
 from preempt_harness.generators import FIRST_ORDINARY_ID, in_order_of_arrival
 from preempt_harness.plan import Mode, Preempt, Step
-from preempt_harness.workload import BeamSpec, SamplingSpec, Workload
+from preempt_harness.workload import BeamSpec, RequestSpec, SamplingSpec, Workload
 
 _ENDING_APART = {protocol.PARALLEL_SAMPLING, protocol.SAMPLING, protocol.STOP_TOKENS}
+_SPLIT = 4  # by this step beams have split
 _ENDED_APART = 12  # by this step most of their outputs have ended
 
 
@@ -62,12 +64,15 @@ def under_way(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Ai
             if protocol.MIN_TOKENS in adapter.capabilities and source.random() < 0.5:
                 least = source.randint(1, sampling.max_tokens)
                 sampling = msgspec.structs.replace(sampling, min_tokens=least)
-        elif protocol.BEAM_SEARCH in adapter.capabilities and source.random() < 0.2:
+        elif protocol.BEAM_SEARCH in adapter.capabilities and source.random() < 0.3:
             beam = BeamSpec(num_beams=source.randint(2, 3))
             sampling = SamplingSpec(max_tokens=sampling.max_tokens, beam=beam)
         requests.append(msgspec.structs.replace(request, sampling=sampling))
     workload = equals(Workload(requests=requests))
     if not ends_apart:
+        splitting = [request for request in requests if request.sampling.beam is not None]
+        if splitting and source.random() < 0.7:
+            return _moved(source, settings, workload, adapter, last=_SPLIT, victims=splitting)
         return _moved(source, settings, workload, adapter)
     settings = msgspec.structs.replace(settings, max_num_seqs=max(8, settings.max_num_seqs))
     return _moved(source, settings, workload, adapter, most=6, last=_ENDED_APART)
@@ -139,10 +144,12 @@ def _moved(
     *,
     most: int = 3,
     last: int | None = None,
+    victims: Sequence[RequestSpec] = (),
 ) -> Aimed:
     """Requests lose their blocks now and then, mostly to the host if the engine can.
 
-    At most so often, and by step `last`, about which the longest output ends if none is given.
+    At most so often, and by step `last`, about which the longest output ends if none is given; it
+    happens to `victims`, or to anybody.
     """
     modes: list[Mode] = [
         mode for mode in ("swap", "swap", "recompute") if mode in adapter.capabilities
@@ -156,7 +163,7 @@ def _moved(
         settings = msgspec.structs.replace(settings, options=options)
     last = last or horizon(workload)
     actions = [
-        Preempt(source.choice(workload.requests).id, Step(source.randint(1, last)), mode)
+        Preempt(source.choice(victims or workload.requests).id, Step(source.randint(1, last)), mode)
         for _ in range(source.randint(1, most))
     ]
     return Aimed(settings=settings, workload=workload, actions=tuple(actions))
