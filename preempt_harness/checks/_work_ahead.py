@@ -7,8 +7,8 @@ step goes by without it.
 Judged is who was given a token in the step before, and goes without in a step that leaves tokens of
 the budget unused, though its blocks had room for the next position when the step was decided, and
 its output goes on for longer than is decided ahead: for both, drafts count as if they were right.
-Of several outputs, when all of them have begun, if each has room and no block to copy; not beams,
-which wait for each other. Not for as many steps as are decided ahead after a preemption, an action
+Of several outputs, when all of them have begun and none has ended since the step was decided, if
+each has room and no block to copy; not beams, which wait for each other. Not for as many steps as are decided ahead after a preemption, an action
 of the plan, an error or withheld blocks. For engines that promise an order, as others have reasons
 of their own to wait.
 """
@@ -141,8 +141,9 @@ class _Ahead:
         request, known = request_of(seq), self._known[seq]
         if seq not in self._tables.leases or known + self._num_ahead >= self._last[request]:
             return
-        together = [other for other in self._tables.leases if request_of(other) == request]
-        if not all(map(self._has_room, together)):
+        known_then = frozenset[str]().union(*self._held)
+        together = [other for other in known_then if request_of(other) == request]
+        if not all(other in self._tables.leases and self._has_room(other) for other in together):
             return
         self.listing.report(
             Code.WORK_IDLE,

@@ -167,6 +167,17 @@ def test_branches_are_judged_when_all_have_begun_and_have_a_block_of_their_own()
     assert not judged(*branches(), *private, *goes_on, *left_behind, n=3)
 
 
+def test_beside_an_output_that_ends_the_other_is_not_judged() -> None:
+    """It has room; the one that ends may have had none when the step was decided."""
+    goes_on = [
+        BlocksReplaced(1, "r0.1", [0], [3]),
+        *(*row(1, "r0.0", 3), *row(1, "r0.1", 3)),
+        pool(1),
+    ]
+    assert judged(*branches(), *goes_on, pool(2), n=2)
+    assert not judged(*branches(), *goes_on, BlocksFreed(2, "r0.1", [1, 3]), pool(2), n=2)
+
+
 def test_only_engines_that_decide_ahead_and_promise_an_order() -> None:
     assert not judged(*begun(), *left_out(), async_scheduling=0)
     assert not judged(*begun(), *left_out(), capabilities=("recompute",))
