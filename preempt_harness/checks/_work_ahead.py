@@ -8,9 +8,9 @@ Judged is who was given a token in the step before, and goes without in a step t
 the budget unused, though its blocks had room for the next position when the step was decided, and
 its output goes on for longer than is decided ahead: for both, drafts count as if they were right.
 Of several outputs, when all of them have begun and none has ended since the step was decided, if
-each has room and no block to copy; not beams, which wait for each other. Not for as many steps as are decided ahead after a preemption, an action
-of the plan, an error or withheld blocks. For engines that promise an order, as others have reasons
-of their own to wait.
+each has room and no block to copy; not beams, which wait for each other. Not for as many steps as
+are decided ahead after a preemption, an action of the plan, an error or withheld blocks. For
+engines that promise an order, as others have reasons of their own to wait.
 """
 
 from __future__ import annotations

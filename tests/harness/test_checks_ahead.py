@@ -175,7 +175,7 @@ def test_beside_an_output_that_ends_the_other_is_not_judged() -> None:
         pool(1),
     ]
     assert judged(*branches(), *goes_on, pool(2), n=2)
-    assert not judged(*branches(), *goes_on, BlocksFreed(2, "r0.1", [1, 3]), pool(2), n=2)
+    assert not judged(*branches(), *goes_on, BlocksFreed(2, "r0.1", [2, 3]), pool(2), n=2)
 
 
 def test_only_engines_that_decide_ahead_and_promise_an_order() -> None:
