@@ -116,6 +116,8 @@ class _Hits:
         self._places: defaultdict[int, set[int]] = defaultdict(set)
         self._kept: set[int] = set()  # blocks with content that nobody holds
         self._built_on: defaultdict[int, set[int]] = defaultdict(set)  # value -> those that follow
+        # Blocks that are computed before their tokens are known: sequence -> (index, block).
+        self._ahead: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         self._swapped: set[str] = set()
         self._returned: set[str] = set()  # sequences, which compute nothing since
         # What goes on from content of before a reset may not be offered.
@@ -129,13 +131,13 @@ class _Hits:
             self._compute(event, lengths)
         elif isinstance(event, SteadySteps):
             for seq, token_ids in zip(event.delivered_seqs, event.delivered_ids(), strict=True):
-                self._known[seq] += token_ids
+                self._learn(seq, token_ids)
             self._compute(event, event.lengths)
         elif isinstance(event, DeliveredRows):
             for seq, ids in zip(event.seqs, event.token_ids, strict=True):
-                self._known[seq] += ids
+                self._learn(seq, ids)
         elif isinstance(event, TokensChosen):
-            self._known[event.seq] += event.token_ids
+            self._learn(event.seq, event.token_ids)
         elif isinstance(event, Arrived):
             self._known[f"{event.request}.0"] = list(event.prompt_token_ids)
         elif isinstance(event, BlocksAllocated):
@@ -281,6 +283,22 @@ class _Hits:
                 self._places[chain[index]].add(block)
                 if index:
                     self._built_on[chain[index - 1]].add(chain[index])
+            for index in range(max(first, len(chain)), min(stop, len(lease.blocks))):
+                self._ahead[seq].append((index, lease.blocks[index]))
+
+    def _learn(self, seq: str, token_ids: Sequence[int]) -> None:
+        """More tokens are known, with which blocks may be full that were computed before."""
+        self._known[seq] += token_ids
+        if seq not in self._ahead:
+            return
+        chain, unsettled = self._chain(seq), []
+        for index, block in self._ahead.pop(seq):
+            if index < len(chain):
+                self._places[chain[index]].add(block)
+            else:
+                unsettled.append((index, block))
+        if unsettled:
+            self._ahead[seq] = unsettled
 
     def _chain(self, seq: str) -> list[int]:
         """Values of the full blocks of a sequence's known tokens."""

@@ -229,6 +229,20 @@ def test_an_end_that_somebody_else_has_is_not_missed() -> None:
     assert not judge([*OLD, *twice, GIVEN_UP[-1], *other], keeps=True)
 
 
+def test_a_block_that_is_computed_before_its_last_token_is_known_counts() -> None:
+    """As steps decided ahead do."""
+    twice: list[AnyEvent] = [
+        Arrived(1, "r2", PROMPT[:3], 8),
+        BlocksAllocated(1, "r2.0", [7, 8]),
+        Scheduled(1, "r2.0", 0, 3),
+        Scheduled(2, "r2.0", 3, 4),
+        TokensDelivered(1, "r2.0", PROMPT[3:4]),
+    ]
+    other = [Arrived(5, "r3", [7], 8), BlocksAllocated(5, "r3.0", [0])]
+    assert judge([*OLD, *twice[:3], GIVEN_UP[-1], *other], keeps=True)
+    assert not judge([*OLD, *twice, GIVEN_UP[-1], *other], keeps=True)
+
+
 def test_where_nothing_is_shared_nothing_is_judged() -> None:
     missed = [*OLD, *new([*PROMPT, 5], [10, 11, 12], 0)]
     assert not judge(missed, config={})
