@@ -18,7 +18,9 @@ def calls(source: random.Random, trial: Aimed, adapter: EngineAdapter) -> Aimed:
     some are given up while they wait; or a batch longer than the queue, in which victims stand."""
     call = source.choice(("generate", "stream"))
     settings = msgspec.structs.replace(
-        trial.settings, options={**trial.settings.options, "call": call}
+        trial.settings,
+        max_waiting_requests=None,  # a batch would come one by one, in an order of the pool's
+        options={**trial.settings.options, "call": call},
     )
     workload = equals(with_company(trial.workload, source.randint(2, 5)))
     may_be_short = protocol.QUEUE_LIMIT in adapter.capabilities

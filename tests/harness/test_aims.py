@@ -257,6 +257,19 @@ def test_sharers_stand_behind_one_with_several_outputs_that_lacks_blocks() -> No
     assert num_short > 10
 
 
+def test_a_batch_that_comes_in_an_order_of_the_pools_draws_nothing_at_random() -> None:
+    adapter, num_short = EmbeddedAdapter(), 0
+    for seed in SEEDS:
+        trial = drawn(seed, adapter)
+        settings = msgspec.structs.replace(trial.settings, max_waiting_requests=1)
+        trial = msgspec.structs.replace(trial, settings=settings)
+        called = AIMS["calls"].apply(random.Random(f"{seed}/aim"), trial, adapter)
+        if called.settings.max_waiting_requests is not None:
+            num_short += 1
+            assert not any(request.sampling.temperature for request in called.workload.requests)
+    assert 5 < num_short < 30
+
+
 def test_calls_have_victims_some_of_whom_are_given_up() -> None:
     num_given_up = num_in_short_queues = 0
     calls = set()
