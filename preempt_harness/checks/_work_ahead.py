@@ -5,17 +5,19 @@ known. Where an engine leaves it out, it computes nothing until the token has co
 step goes by without it.
 
 Judged is who was given a token in the step before, and goes without in a step that leaves tokens of
-the budget unused, though its blocks had room for the next position when the step was decided, and
-its output goes on for longer than is decided ahead: for both, drafts count as if they were right.
-Of several outputs, when all of them have begun and none has ended since the step was decided, if
-each has room and no block to copy; not beams, which wait for each other. Not for as many steps as
-are decided ahead after a preemption, an action of the plan, an error or withheld blocks. For
-engines that promise an order, as others have reasons of their own to wait.
+the budget unused, also those of who has ended since it was decided, though its blocks had room for
+the next position when the step was decided, and its output goes on for longer than is decided
+ahead: for both, drafts count as if they were right. Of several outputs, when all of them have begun
+and none has ended since the step was decided, if each has room and no block to copy; not beams,
+which wait for each other. Not for as many steps as are decided ahead after a preemption, an action
+of the plan, an error or withheld blocks. For engines that promise an order, as others have reasons
+of their own to wait.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Set
 
 from preempt_harness.checks._conditions import num_withheld, steps_ahead
 from preempt_harness.checks._service_order import promises_order
@@ -117,12 +119,16 @@ class _Ahead:
 
     def _end_step(self, pool: PoolCounts) -> None:
         budget = self._header.config.get("max_num_batched_tokens")
-        has_tokens = isinstance(budget, int) and self._num_tokens < budget
+        known_then = frozenset[str]().union(*self._held)
+        # Who has ended since the step was decided had its share of the budget then.
+        num_ended = len(known_then - self._tables.leases.keys())
+        num_tokens = self._num_tokens + num_ended * (1 + self._num_drafts)
+        has_tokens = isinstance(budget, int) and num_tokens < budget
         self._is_disturbed |= bool(num_withheld(self._header, pool))
         self._num_calm_steps = 0 if self._is_disturbed else self._num_calm_steps + 1
         if has_tokens and self._num_calm_steps > self._depth:
             for seq in sorted(self._got - self._computing):
-                self._judge(pool.step, seq, f"{self._num_tokens} of {budget}")
+                self._judge(pool.step, seq, known_then, f"{self._num_tokens} of {budget}")
         given = [seq for seq, num_tokens in self._delivered if num_tokens]
         for seq, num_tokens in self._delivered:
             self._known[seq] = self._known.get(seq, 0) + num_tokens
@@ -136,12 +142,11 @@ class _Ahead:
         """With all its outputs."""
         return request in self._last and not self._to_begin.get(request)
 
-    def _judge(self, step: int, seq: str, computed: str) -> None:
+    def _judge(self, step: int, seq: str, known_then: Set[str], computed: str) -> None:
         self.listing.count("left out judged")
         request, known = request_of(seq), self._known[seq]
         if seq not in self._tables.leases or known + self._num_ahead >= self._last[request]:
             return
-        known_then = frozenset[str]().union(*self._held)
         together = [other for other in known_then if request_of(other) == request]
         if not all(other in self._tables.leases and self._has_room(other) for other in together):
             return

@@ -178,6 +178,13 @@ def test_beside_an_output_that_ends_the_other_is_not_judged() -> None:
     assert not judged(*branches(), *goes_on, BlocksFreed(2, "r0.1", [2, 3]), pool(2), n=2)
 
 
+def test_the_tokens_of_who_has_ended_since_were_not_left() -> None:
+    """A request that ends takes its row with it; the step was decided with it."""
+    rest = [Scheduled(2, "r2.0", 0, 7), pool(2)]
+    assert len(judged(*begun(), *rest)) == 2
+    assert not judged(*begun(), BlocksFreed(2, "r1.0", [6, 5]), *rest)
+
+
 def test_only_engines_that_decide_ahead_and_promise_an_order() -> None:
     assert not judged(*begun(), *left_out(), async_scheduling=0)
     assert not judged(*begun(), *left_out(), capabilities=("recompute",))
